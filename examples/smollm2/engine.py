@@ -1,0 +1,230 @@
+"""The jitted step, with and without the canary, and the loop that serves requests with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import jax_kvcanary as kvc
+from jax_kvcanary.pools import MHATokenToKVPool
+from smollm2.model import ModelConfig, Params, allocate_pool, forward
+from smollm2.scheduler import EMPTY, Limits, Request, Scheduler, Stats, StepBatch
+
+BeforeStep = Callable[[int, Scheduler], None]
+AfterStep = Callable[[int, Scheduler], None]
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="pool")
+def plain_step(
+    params: Params, batch: kvc.ForwardBatch, pool: MHATokenToKVPool, *, config: ModelConfig
+) -> tuple[Array, MHATokenToKVPool]:
+    """One step without a canary. Returns the token that follows each row, int32 [rows], and the pool."""
+    logits, pool = forward(params, batch, pool, config)
+    return jnp.argmax(logits, axis=-1), pool
+
+
+@partial(jax.jit, static_argnames=("config", "canary"), donate_argnames=("pool", "state"))
+def checked_step(
+    params: Params,
+    batch: kvc.ForwardBatch,
+    pool: MHATokenToKVPool,
+    state: kvc.CanaryState,
+    *,
+    config: ModelConfig,
+    canary: kvc.Canary,
+) -> tuple[Array, MHATokenToKVPool, kvc.CanaryState, Any]:
+    """The same step between the two halves of the canary. Returns the canary's state and this step's report as well."""
+    state, step = canary.pre_forward(state, batch, pool)
+    logits, pool = forward(params, batch, pool, config)
+    state, report = canary.post_forward(state, step, batch, pool)
+    return jnp.argmax(logits, axis=-1), pool, state, report
+
+
+@partial(jax.jit, static_argnames="canary", donate_argnames="state")
+def release_slots(
+    state: kvc.CanaryState, slots: Array, pool: MHATokenToKVPool, *, canary: kvc.Canary
+) -> kvc.CanaryState:
+    """Wipe the records of freed slots, int32 [num_slots] padded with -1: whoever uses one of them unwritten is reported."""
+    return canary.release(state, slots, pool)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Wall time of one step after warm-up, from the call to the last result ready, the canary's host part included."""
+
+    num_tokens: int
+    bucket: int
+    is_decode: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What the canary did after warm-up. `expected_*` is the scheduler's own count, the rest is read from the device."""
+
+    launches: dict[str, int]  # of each launch tag that ran
+    slots: dict[str, int]  # records verified plus records written, of each launch tag that ran
+    expected_launches: int
+    expected_verified: int
+    expected_written: int
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each tag that ran has verified and written exactly the records that the scheduler's batches ask for."""
+        slots = self.expected_verified + self.expected_written
+        return bool(self.launches) and all(
+            self.launches[tag] == self.expected_launches and self.slots[tag] == slots for tag in self.launches
+        )
+
+
+@dataclass(frozen=True)
+class Served:
+    """A finished run."""
+
+    outputs: dict[int, tuple[int, ...]]  # answer tokens by rid
+    pool: MHATokenToKVPool  # as the last step left it
+    steps: int
+    stats: Stats
+    times: tuple[StepTime, ...]
+    checks: Checks | None  # None without a canary
+
+
+class Engine:
+    """A model, its sizes and a canary configuration. Every `serve` starts from an empty pool and an empty tree."""
+
+    def __init__(self, params: Params, model: ModelConfig, limits: Limits, canary: kvc.CanaryConfig) -> None:
+        self.params = params
+        self.model = model
+        self.limits = limits
+        self.canary_config = canary
+
+    def serve(
+        self,
+        requests: Sequence[Request],
+        *,
+        stop_token: int,
+        before_step: BeforeStep | None = None,
+        after_step: AfterStep | None = None,
+    ) -> Served:
+        """Serve `requests`, each from its `arrival_step` on, to the end, by greedy decoding.
+
+        The hooks get the step's number, from 1, and the scheduler. In mode RAISE a finding is a `kvc.CanaryViolationError`.
+        """
+        scheduler = Scheduler(self.limits, stop_token=stop_token)
+        run = _Run(self)
+        run.warm_up()
+        arrivals = sorted(requests, key=lambda request: request.arrival_step)
+        while arrivals or not scheduler.is_idle:
+            if scheduler.is_idle:
+                scheduler.add(arrivals.pop(0))
+            while arrivals and arrivals[0].arrival_step <= run.steps:
+                scheduler.add(arrivals.pop(0))
+            if before_step is not None:
+                before_step(run.steps + 1, scheduler)
+            batch = scheduler.schedule()
+            assert batch is not None
+            scheduler.commit(batch, run.step(batch, scheduler.table, scheduler.take_freed()))
+            if after_step is not None:
+                after_step(run.steps, scheduler)
+        return Served(
+            outputs={request.rid: tuple(request.output) for request in requests},
+            pool=run.pool,
+            steps=run.steps,
+            stats=scheduler.stats,
+            times=tuple(run.times),
+            checks=run.finish(),
+        )
+
+
+class _Run:
+    """The device's half of one `serve`: the pool, the canary's state, and what is counted beside them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        limits = engine.limits
+        self.pool = allocate_pool(engine.model, limits.num_slots)
+        capacities = kvc.CanaryLaunchCapacities.from_pool(limits.num_slots, limits.max_batch)
+        self.canary, self.state = kvc.install_canary(self.pool, engine.canary_config, capacities=capacities)
+        self.monitor = None if self.canary is None else kvc.CanaryMonitor(self.canary)
+        self.steps = self.verified = self.written = 0
+        self.times: list[StepTime] = []
+        self._before: tuple[np.ndarray, np.ndarray] | None = None  # the counters after warm-up
+
+    def warm_up(self) -> None:
+        """Compile and run the step once for each bucket, on nothing but padding; then turn the chain-position check on."""
+        limits = self.engine.limits
+        table = np.full((limits.max_reqs, limits.max_seq_len), EMPTY, np.int32)
+        for bucket in limits.token_buckets:
+            self._dispatch(StepBatch.padding(bucket, limits.max_batch), table)
+        if self.canary is not None:
+            self._release([])
+            self.state = self.canary.mark_init_finished(self.state)
+            self._before = self._counters()
+
+    def step(self, batch: StepBatch, table: np.ndarray, freed: list[int]) -> np.ndarray:
+        """Run one step and wait for it. Returns the token after each row, [rows]."""
+        start = time.perf_counter()
+        if freed and self.canary is not None:
+            self._release(freed)
+        tokens, report = self._dispatch(batch, table)
+        jax.block_until_ready((tokens, self.pool, self.state))
+        if self.monitor is not None:
+            self.monitor.observe(report, self.state)
+        seconds = time.perf_counter() - start
+        self.steps += 1
+        self.verified += batch.num_prefix_tokens
+        self.written += batch.num_tokens
+        self.times.append(StepTime(batch.num_tokens, len(batch.input_ids), batch.is_decode, seconds))
+        return np.asarray(tokens)
+
+    def finish(self) -> Checks | None:
+        """Handle the last report, then compare the canary's counters with the scheduler's."""
+        if self.monitor is None or self._before is None:
+            return None
+        self.monitor.flush(self.state)
+        launches, slots = (after - before for after, before in zip(self._counters(), self._before, strict=True))
+        tags = [tag for tag in kvc.CanaryLaunchTag if launches[tag]]
+        return Checks(
+            launches={tag.name: int(launches[tag]) for tag in tags},
+            slots={tag.name: int(slots[tag]) for tag in tags},
+            expected_launches=2 * self.steps,  # a verify and a write
+            expected_verified=self.verified,
+            expected_written=self.written,
+        )
+
+    def _dispatch(self, batch: StepBatch, table: np.ndarray) -> tuple[Array, Any]:
+        inputs = kvc.ForwardBatch.extend(
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            out_cache_loc=batch.out_cache_loc,
+            req_pool_indices=batch.req_pool_indices,
+            prefix_lens=batch.prefix_lens,
+            extend_seq_lens=batch.extend_seq_lens,
+            req_to_token=table.copy(),  # the scheduler goes on writing its own, and the device may read this one in place
+        )
+        params, config = self.engine.params, self.engine.model
+        if self.canary is None:
+            tokens, self.pool = plain_step(params, inputs, self.pool, config=config)
+            return tokens, None
+        tokens, self.pool, self.state, report = checked_step(
+            params, inputs, self.pool, self.state, config=config, canary=self.canary
+        )
+        return tokens, report
+
+    def _release(self, freed: list[int]) -> None:
+        slots = np.full(self.engine.limits.num_slots, -1, np.int32)
+        slots[: len(freed)] = freed
+        self.state = release_slots(self.state, slots, self.pool, canary=self.canary)
+
+    def _counters(self) -> tuple[np.ndarray, np.ndarray]:
+        """Launches and slots of each launch tag so far, int64 [12] each."""
+        device = self.state.device_state
+        return kvc.to_int64(device.kernel_run_counters), kvc.to_int64(device.slot_run_counters)

@@ -1,0 +1,147 @@
+// From FFI buffers and attributes to the launch structures, shared by the CPU and the CUDA handlers. Shapes and dtypes
+// were checked in Python; what could read or write outside a buffer is checked again here.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "kvcanary/verify.h"
+#include "kvcanary/write.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace kvcanary {
+
+namespace ffi = xla::ffi;
+
+using Int32s = ffi::BufferR1<ffi::S32>;
+using Records = ffi::Buffer<ffi::U8, 2>;
+using Sizes = ffi::Span<const int64_t>;
+
+// What describes the endpoints of a launch beside their arrays, which follow the log among the remaining operands: all
+// canary buffers, then all sources, endpoint after endpoint.
+struct EndpointAttrs {
+  Sizes tags;             // [endpoints]
+  Sizes source_counts;    // [endpoints]
+  Sizes source_geometry;  // [sources, 5]: page size, bytes read, byte offset, page stride, slot stride
+};
+inline constexpr size_t kGeometryFields = 5;
+
+inline ffi::Error invalid(const std::string& operation, const std::string& problem) {
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, operation + ": " + problem);
+}
+
+// Fixed part of every launch's results: the log, aliased to the first of the remaining operands.
+inline constexpr size_t kLogArrays = 6;
+
+// The aliased results hold the log's content: XLA copies it there where the operands were not donated.
+inline ffi::Error unpack_log(const std::string& operation, ffi::RemainingRets results, Log* log) {
+  auto ring = results.get<ffi::Buffer<ffi::U32, 3>>(0);
+  auto write_index = results.get<Int32s>(1);
+  auto kernel_runs = results.get<ffi::Buffer<ffi::U32, 2>>(2);
+  auto slot_runs = results.get<ffi::Buffer<ffi::U32, 2>>(3);
+  auto reasons = results.get<ffi::Buffer<ffi::U32, 2>>(4);
+  auto skips = results.get<ffi::BufferR1<ffi::U32>>(5);
+  const bool typed = ring.has_value() && write_index.has_value() && kernel_runs.has_value() && slot_runs.has_value() &&
+                     reasons.has_value() && skips.has_value();
+  const bool sound = typed && (*ring)->element_count() % (2 * kViolationFields) == 0 && (*write_index)->element_count() == 1 &&
+                     (*kernel_runs)->element_count() == 2 * kNumTags && (*slot_runs)->element_count() == 2 * kNumTags &&
+                     (*reasons)->element_count() == kNumTags * kReasonColumns && (*skips)->element_count() == kNumTags;
+  if (!sound) return invalid(operation, "the arrays of the device state have unexpected types or sizes.");
+  log->ring = reinterpret_cast<int64_t*>((*ring)->typed_data());
+  log->write_index = (*write_index)->typed_data();
+  log->kernel_runs = reinterpret_cast<uint64_t*>((*kernel_runs)->typed_data());
+  log->slot_runs = reinterpret_cast<uint64_t*>((*slot_runs)->typed_data());
+  log->reasons = (*reasons)->typed_data();
+  log->skips = (*skips)->typed_data();
+  log->ring_capacity = static_cast<int64_t>((*ring)->element_count() / (2 * kViolationFields));
+  return ffi::Error::Success();
+}
+
+inline ffi::Error unpack_source(const std::string& operation, const ffi::AnyBuffer& array, const int64_t* geometry, int64_t num_slots,
+                                Source* source) {
+  const int64_t page_size = geometry[0], read_bytes = geometry[1], offset = geometry[2];
+  const int64_t page_stride = geometry[3], slot_stride = geometry[4];
+  const bool sound = page_size > 0 && page_size <= INT32_MAX && read_bytes >= 8 && read_bytes % 8 == 0 && read_bytes / 8 <= INT32_MAX &&
+                     offset >= 0 && offset % 8 == 0 && page_stride >= 8 && page_stride % 8 == 0 && slot_stride >= 8 && slot_stride % 8 == 0;
+  if (!sound) return invalid(operation, "a real-KV source has an impossible geometry.");
+  // The last byte is in the last slot or, where pages overlap, in the last slot of the last whole page.
+  const int64_t whole_pages = num_slots / page_size, rest = num_slots % page_size;
+  int64_t last = 0;
+  if (rest > 0) last = whole_pages * page_stride + (rest - 1) * slot_stride;
+  if (whole_pages > 0) {
+    const int64_t last_of_page = (whole_pages - 1) * page_stride + (page_size - 1) * slot_stride;
+    last = last_of_page > last ? last_of_page : last;
+  }
+  if (offset + last + read_bytes > static_cast<int64_t>(array.size_bytes())) {
+    return invalid(operation, "a real-KV source ends before the last slot of its canary buffer.");
+  }
+  source->data = static_cast<const uint8_t*>(array.untyped_data()) + offset;
+  source->page_stride = page_stride;
+  source->slot_stride = slot_stride;
+  source->page_size = static_cast<uint32_t>(page_size);
+  source->num_words = static_cast<uint32_t>(read_bytes / 8);
+  source->paired = reinterpret_cast<uintptr_t>(source->data) % 16 == 0 && page_stride % 16 == 0 && slot_stride % 16 == 0 && read_bytes % 16 == 0;
+  return ffi::Error::Success();
+}
+
+inline ffi::Error unpack_endpoints(const std::string& operation, ffi::RemainingArgs arrays, const EndpointAttrs& attrs,
+                                   EndpointList* endpoints) {
+  const size_t count = attrs.tags.size();
+  if (count > kMaxEndpoints || attrs.source_counts.size() != count || arrays.size() < kLogArrays + count) {
+    return invalid(operation, "the list of endpoints does not match the operands.");
+  }
+  endpoints->size = static_cast<int32_t>(count);
+  size_t next_source = 0;
+  for (size_t e = 0; e < count; ++e) {
+    auto buffer = arrays.get<Records>(kLogArrays + e);
+    if (buffer.has_error()) return buffer.error();
+    const int64_t tag = attrs.tags[e], sources = attrs.source_counts[e], num_slots = buffer->dimensions()[0];
+    const bool sound = buffer->dimensions()[1] == sizeof(Record) && num_slots <= INT32_MAX && tag >= 0 && tag < kNumTags && sources >= 0 &&
+                       sources <= kMaxSources && attrs.source_geometry.size() >= (next_source + sources) * kGeometryFields &&
+                       arrays.size() >= kLogArrays + count + next_source + sources;
+    if (!sound) return invalid(operation, "an endpoint's buffer, tag or number of sources is out of bounds.");
+    Endpoint& endpoint = endpoints->items[e];
+    endpoint.records = reinterpret_cast<Record*>(buffer->typed_data());
+    endpoint.num_slots = num_slots;
+    endpoint.tag = static_cast<int32_t>(tag);
+    endpoint.num_sources = static_cast<int32_t>(sources);
+    for (int64_t s = 0; s < sources; ++s, ++next_source) {
+      auto array = arrays.get<ffi::AnyBuffer>(kLogArrays + count + next_source);
+      if (array.has_error()) return array.error();
+      const int64_t* geometry = attrs.source_geometry.begin() + next_source * kGeometryFields;
+      if (ffi::Error error = unpack_source(operation, *array, geometry, num_slots, &endpoint.sources[s]); error.failure()) return error;
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// What a write adds to the log among its results: scratch for the seeds, then the canary buffers, aliased to the
+// operands. Writes go to the results, which hold the buffers' content as the log's results do.
+inline ffi::Error unpack_write_results(const std::string& operation, ffi::RemainingRets results, WriteLaunch* launch) {
+  EndpointList& endpoints = launch->endpoints;
+  const size_t count = static_cast<size_t>(endpoints.size);
+  auto seeds = results.get<ffi::BufferR1<ffi::U32>>(kLogArrays);
+  if (results.size() != kLogArrays + 1 + count || seeds.has_error() ||
+      (*seeds)->size_bytes() < count * static_cast<size_t>(launch->row_capacity) * sizeof(Seed)) {
+    return invalid(operation, "the results do not match the list of endpoints.");
+  }
+  launch->seeds = reinterpret_cast<Seed*>((*seeds)->typed_data());
+  for (size_t e = 0; e < count; ++e) {
+    auto buffer = results.get<Records>(kLogArrays + 1 + e);
+    if (buffer.has_error()) return buffer.error();
+    if ((*buffer)->dimensions()[0] != endpoints.items[e].num_slots) return invalid(operation, "a result has another size than its operand.");
+    endpoints.items[e].records = reinterpret_cast<Record*>((*buffer)->typed_data());
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error unpack_integers(const std::string& operation, const ffi::AnyBuffer& array, int64_t length, Integers* integers) {
+  const ffi::DataType type = array.element_type();
+  if ((type != ffi::S32 && type != ffi::S64) || static_cast<int64_t>(array.element_count()) != length) {
+    return invalid(operation, "the token arrays must be int32 or int64 and of one length.");
+  }
+  *integers = {array.untyped_data(), type == ffi::S64};
+  return ffi::Error::Success();
+}
+
+}  // namespace kvcanary

@@ -1,0 +1,30 @@
+// Hashes of the contract, for the host compiler and nvcc. All arithmetic is unsigned 64-bit with wrap-around.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define KVC_HD __host__ __device__ __forceinline__
+#else
+#define KVC_HD inline
+#endif
+
+namespace kvcanary {
+
+inline constexpr uint64_t kChainAnchor = 0xC0FFEE1234567890ull;
+
+// The finaliser alone, with no increment: splitmix64(0) == 0.
+KVC_HD constexpr uint64_t splitmix64(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+  return x ^ (x >> 31);
+}
+
+KVC_HD constexpr uint64_t mix3(uint64_t a, uint64_t b, uint64_t c) {
+  return splitmix64(splitmix64(splitmix64(a) ^ b) ^ c);
+}
+
+// The hash that a chain starts from.
+inline constexpr uint64_t kAnchorHash = splitmix64(kChainAnchor);
+
+}  // namespace kvcanary

@@ -1,0 +1,96 @@
+"""Input checks and integer narrowing, in one place, before any backend sees an argument.
+
+Every message is a full sentence: the argument in backticks, what it was, and what is allowed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kvcanary.constants import CANARY_SLOT_BYTES, INT32_MAX
+
+#: A JAX array (concrete or traced) or a NumPy array.
+ArrayLike = Any
+
+_INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+
+
+def as_array(value: ArrayLike) -> ArrayLike:
+    """The value itself where it is an array already, else a NumPy array of it (Python lists and integers)."""
+    return value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
+
+
+def check_shape(value: ArrayLike, name: str, shape: tuple[int | None, ...], meaning: str) -> None:
+    """Raise ValueError unless the shape matches; None in ``shape`` allows any length of that axis."""
+    got = tuple(value.shape)
+    if len(got) != len(shape) or any(want not in (None, have) for have, want in zip(got, shape, strict=True)):
+        wanted = "[" + ", ".join("any" if want is None else str(want) for want in shape) + "]"
+        raise ValueError(f"`{name}` has shape {list(got)}, but {meaning} needs shape {wanted}.")
+
+
+def check_dtype(value: ArrayLike, name: str, *dtypes: Any) -> None:
+    """Raise TypeError unless the dtype is one of those given."""
+    allowed = [np.dtype(dtype) for dtype in dtypes]
+    if np.dtype(value.dtype) not in allowed:
+        raise TypeError(f"`{name}` has dtype {value.dtype}, but it must be {' or '.join(str(d) for d in allowed)}.")
+
+
+def check_int(value: Any, name: str, low: int, high: int, why: str = "") -> int:
+    """A Python int between ``low`` and ``high``, both included; TypeError or ValueError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"`{name}` is {value!r} of type {type(value).__name__}, but it must be an int.")
+    if not low <= value <= high:
+        raise ValueError(f"`{name}` is {value}, but it must be between {low} and {high}{why}.")
+    return int(value)
+
+
+def check_canary_buffer(value: ArrayLike, name: str) -> int:
+    """Check a canary buffer, uint8 [num_slots, 32], and return its number of slots."""
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise TypeError(f"`{name}` is of type {type(value).__name__}, but it must be an array.")
+    check_dtype(value, name, np.uint8)
+    check_shape(value, name, (None, CANARY_SLOT_BYTES), "a canary buffer of 32-byte records")
+    return check_int(value.shape[0], f"{name}.shape[0]", 1, INT32_MAX, ", since a pool has at least its padding slot")
+
+
+def integer_array(value: ArrayLike, name: str, shape: tuple[int | None, ...], meaning: str) -> ArrayLike:
+    """Check an int32 or int64 array and return it on the device with every value as it was.
+
+    With 64-bit types off, JAX narrows NumPy's int64 silently; here such an array stays int64.
+    """
+    value = as_array(value)
+    check_dtype(value, name, *_INDEX_DTYPES)
+    check_shape(value, name, shape, meaning)
+    if isinstance(value, np.ndarray):
+        with jax.enable_x64(True):
+            return jnp.asarray(value)
+    return value
+
+
+def index_array(value: ArrayLike, name: str, shape: tuple[int | None, ...], meaning: str) -> jax.Array:
+    """Check an int32 or int64 array of indices or lengths and narrow it to int32.
+
+    An int64 value that does not fit becomes 2^31 - 1, which every user of it finds out of range, or -1 where negative.
+    """
+    value = integer_array(value, name, shape, meaning)
+    if value.dtype == np.int32:
+        return value
+    with jax.enable_x64(True):
+        narrow = jnp.where(value > INT32_MAX, INT32_MAX, jnp.where(value < -(2**31), -1, value))
+        return narrow.astype(jnp.int32)
+
+
+def token_array(value: ArrayLike, name: str, shape: tuple[int | None, ...], meaning: str) -> jax.Array:
+    """Check an int32 or int64 array of expected tokens and narrow it to int32.
+
+    A token that does not fit becomes -1, "unknown": a narrowed value would be reported although the token was right.
+    """
+    value = integer_array(value, name, shape, meaning)
+    if value.dtype == np.int32:
+        return value
+    with jax.enable_x64(True):
+        return jnp.where((value > INT32_MAX) | (value < -(2**31)), -1, value).astype(jnp.int32)

@@ -1,0 +1,196 @@
+"""The plan of a step: which slots to verify, and where each request's write chain starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jax_kvcanary._checks import ArrayLike, as_array, check_int, index_array, token_array
+from jax_kvcanary.constants import INT32_MAX
+from jax_kvcanary.pallas import PlanArrays, PlanStatics, plan_arrays
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("req_pool_indices", "prefix_lens", "extend_seq_lens", "expected_tokens_valid_lens"),
+    meta_fields=(),
+)
+@dataclass(frozen=True)
+class PlanInput:
+    """The rows of a batch, int32 or int64 [bs] each.
+
+    Fields:
+        req_pool_indices: row of ``req_to_token`` for each request; 0 pads the batch.
+        prefix_lens: tokens already in the cache before this step.
+        extend_seq_lens: tokens written by this step.
+        expected_tokens_valid_lens: how many leading entries of the request's row of expected tokens to trust, or None.
+    """
+
+    req_pool_indices: ArrayLike
+    prefix_lens: ArrayLike
+    extend_seq_lens: ArrayLike
+    expected_tokens_valid_lens: ArrayLike | None = None
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=(
+        "verify_slot_indices",
+        "verify_expected_tokens",
+        "verify_expected_positions",
+        "verify_prev_slot_indices",
+        "verify_num_valid",
+        "enable",
+    ),
+    meta_fields=(),
+)
+@dataclass(frozen=True)
+class VerifyPlan:
+    """What one verify launch checks, int32.
+
+    Fields:
+        verify_slot_indices: [verify_capacity]; slot of each entry, in the group's own numbering; 0 is skipped.
+        verify_expected_tokens: [verify_capacity]; token the slot should hold, -1 where unknown.
+        verify_expected_positions: [verify_capacity]; position the slot should hold.
+        verify_prev_slot_indices: [verify_capacity]; slot of the predecessor, -1 at the start of a chain, 0 unreachable.
+        verify_num_valid: [1]; entries in use.
+        enable: [1]; 0 skips the launch, because the step needed more entries than there is room for.
+    """
+
+    verify_slot_indices: ArrayLike
+    verify_expected_tokens: ArrayLike
+    verify_expected_positions: ArrayLike
+    verify_prev_slot_indices: ArrayLike
+    verify_num_valid: ArrayLike
+    enable: ArrayLike
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("write_offsets", "write_seed_slot_indices", "write_num_valid_reqs"),
+    meta_fields=(),
+)
+@dataclass(frozen=True)
+class WritePlan:
+    """Where each row's tokens are, and the record its chain goes on from, int32.
+
+    Fields:
+        write_offsets: [write_req_capacity + 1]; row r writes the entries from offset r to offset r + 1.
+        write_seed_slot_indices: [write_req_capacity]; slot of the token before the first one, -1 to start a chain.
+        write_num_valid_reqs: [1]; rows in use.
+    """
+
+    write_offsets: ArrayLike
+    write_seed_slot_indices: ArrayLike
+    write_num_valid_reqs: ArrayLike
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("verify", "write", "num_invalid_rows"), meta_fields=())
+@dataclass(frozen=True)
+class Plan:
+    """Both plans of a step, and the number of rows that made no sense, int32 [1]."""
+
+    verify: VerifyPlan
+    write: WritePlan
+    num_invalid_rows: ArrayLike
+
+
+def plan(
+    inputs: PlanInput,
+    req_to_token: ArrayLike,
+    *,
+    verify_capacity: int,
+    write_req_capacity: int | None = None,
+    swa_window_size: int = 0,
+    full_to_swa_index_mapping: ArrayLike | None = None,
+    expected_tokens: ArrayLike | None = None,
+    kv_token_id_vs_position_offset: int = 0,
+) -> Plan:
+    """Plan the verify entries and the write chains of a batch (the contract's section 3).
+
+    Args:
+        inputs: the rows of the batch, int32 or int64 [bs].
+        req_to_token: int32 or int64 [max_reqs, max_seq_len]; full-pool slot of each (request row, position).
+        verify_capacity: verify entries that the plan has room for (static).
+        write_req_capacity: rows that the write plan has room for, at least bs; None is bs (static).
+        swa_window_size: verify only this many positions before the end of the prefix; 0 is all of them (static).
+        full_to_swa_index_mapping: int32 or int64 [n]; translates slots into the group's own pool.
+        expected_tokens: int32 or int64 [rows, width], indexed by request row; needs ``inputs.expected_tokens_valid_lens``.
+        kv_token_id_vs_position_offset: slot of position p holds the token of position p plus this (static).
+
+    Returns:
+        The plan. Entries past ``verify_num_valid`` are unspecified.
+
+    Danger:
+        The tokens of a step are expected packed in row order at the front of the token arrays, padding behind them. A
+        batch that breaks this cannot be told from a legal one here.
+
+    Raises:
+        TypeError: a dtype other than int32 and int64. ValueError: a wrong rank, length or range.
+    """
+    if not isinstance(inputs, PlanInput):
+        raise TypeError(f"`inputs` is of type {type(inputs).__name__}, but it must be a PlanInput.")
+    batch = index_array(inputs.req_pool_indices, "inputs.req_pool_indices", (None,), "one request row for each row of the batch")
+    bs = batch.shape[0]
+    row = f"the batch of {bs} rows"
+    prefix = index_array(inputs.prefix_lens, "inputs.prefix_lens", (bs,), row)
+    extend = index_array(inputs.extend_seq_lens, "inputs.extend_seq_lens", (bs,), row)
+    table = index_array(req_to_token, "req_to_token", (None, None), "a table of slots by request row and position")
+
+    check_int(verify_capacity, "verify_capacity", 0, INT32_MAX - 1)
+    check_int(swa_window_size, "swa_window_size", 0, INT32_MAX)
+    check_int(kv_token_id_vs_position_offset, "kv_token_id_vs_position_offset", -INT32_MAX, INT32_MAX)
+    if write_req_capacity is None:
+        write_req_capacity = bs
+    check_int(write_req_capacity, "write_req_capacity", bs, INT32_MAX - 1, f", and at least the batch size {bs}")
+
+    lut = full_to_swa_index_mapping
+    if lut is not None:
+        lut = index_array(lut, "full_to_swa_index_mapping", (None,), "a table from full-pool slots to the group's own")
+    valid_lens = None
+    if expected_tokens is not None:
+        expected_tokens = token_array(expected_tokens, "expected_tokens", (None, None), "a table of tokens by request row and position")
+        if inputs.expected_tokens_valid_lens is None:
+            raise ValueError("`inputs.expected_tokens_valid_lens` is None, but it must be an array when `expected_tokens` is given.")
+        valid_lens = index_array(inputs.expected_tokens_valid_lens, "inputs.expected_tokens_valid_lens", (bs,), row)
+
+    statics = PlanStatics(
+        batch_size=bs,
+        max_reqs=table.shape[0],
+        max_seq_len=table.shape[1],
+        verify_capacity=int(verify_capacity),
+        write_req_capacity=int(write_req_capacity),
+        swa_window_size=int(swa_window_size),
+        lut_len=None if lut is None else lut.shape[0],
+        expected_rows=0 if expected_tokens is None else expected_tokens.shape[0],
+        expected_width=0 if expected_tokens is None else expected_tokens.shape[1],
+        kv_token_id_vs_position_offset=int(kv_token_id_vs_position_offset),
+    )
+    arrays = PlanArrays(*(_never_empty(a) for a in (batch, prefix, extend, table, lut, expected_tokens, valid_lens)))
+    out = plan_arrays(arrays, statics)
+    return Plan(
+        verify=VerifyPlan(
+            verify_slot_indices=out.verify_slot_indices,
+            verify_expected_tokens=out.verify_expected_tokens,
+            verify_expected_positions=out.verify_expected_positions,
+            verify_prev_slot_indices=out.verify_prev_slot_indices,
+            verify_num_valid=out.verify_num_valid,
+            enable=out.enable,
+        ),
+        write=WritePlan(
+            write_offsets=out.write_offsets,
+            write_seed_slot_indices=out.write_seed_slot_indices,
+            write_num_valid_reqs=out.write_num_valid_reqs,
+        ),
+        num_invalid_rows=out.num_invalid_rows,
+    )
+
+
+def _never_empty(array: ArrayLike | None) -> ArrayLike | None:
+    """The array, or one element that nothing reads in place of an empty one: kernels cannot take empty operands."""
+    if array is None or as_array(array).size:
+        return array
+    return jnp.zeros((1,) * array.ndim, array.dtype)

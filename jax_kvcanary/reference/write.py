@@ -1,0 +1,201 @@
+"""One write launch, row by row (the contract's section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jax_kvcanary._checks import ArrayLike, check_canary_buffer, check_dtype, check_shape
+from jax_kvcanary.constants import CanaryLaunchTag, FailReason, RealKvHashMode
+from jax_kvcanary.plan import WritePlan
+from jax_kvcanary.reference.hashes import ANCHOR_HASH, POSITION, mix3, real_kv_hash, slot_hash, slot_records, to_signed
+from jax_kvcanary.reference.log import Launch
+from jax_kvcanary.reference.plan import integers
+from jax_kvcanary.sources import RealKvSource, check_mode, check_sources
+from jax_kvcanary.state import CanaryDeviceState
+
+
+class Entry(NamedTuple):
+    """One token to write; the expected values are the actual ones where nobody knows better."""
+
+    slot: int
+    token: int
+    position: int
+    expected_token: int
+    expected_position: int
+
+
+def write_step(
+    canary_buf: ArrayLike,
+    plan: WritePlan,
+    input_ids: ArrayLike,
+    positions: ArrayLike,
+    out_cache_loc: ArrayLike,
+    device_state: CanaryDeviceState,
+    *,
+    tag: CanaryLaunchTag,
+    real_kv_sources: Sequence[RealKvSource] = (),
+    real_kv_hash_mode: RealKvHashMode = RealKvHashMode.NONE,
+    expected_input_tokens: ArrayLike | None = None,
+    expected_input_positions: ArrayLike | None = None,
+) -> tuple[np.ndarray, CanaryDeviceState]:
+    """:func:`jax_kvcanary.write_step` on the host: the same arguments, NumPy results; the buffer given stays as it is."""
+    num_slots = check_canary_buffer(canary_buf, "canary_buf")
+    mode = check_mode(real_kv_hash_mode)
+    sources = check_sources(real_kv_sources, mode, num_slots)
+    offsets, seeds, num_rows = _check_plan(plan)
+    entries = _check_entries(input_ids, positions, out_cache_loc, expected_input_tokens, expected_input_positions)
+    launch = Launch(device_state, tag)
+    check_positions = int(np.asarray(device_state.enable_chain_position_assert)[0]) != 0
+    result = np.array(canary_buf)
+
+    def store(entry: Entry, running_hash: int) -> None:
+        kv_hash = real_kv_hash(sources, entry.slot, mode)
+        slot_records(result)[entry.slot] = [to_signed(word) for word in (entry.token, entry.position, running_hash, kv_hash)]
+
+    num_stored = 0
+    for r in range(num_rows):
+        start, end = _clip_row(offsets[r], offsets[r + 1], len(entries), launch)
+        if start >= end:
+            continue
+        seed, first = seeds[r], entries[start]
+        # Seeds come from the buffer as it was before the launch, which may overwrite them.
+        has_seed = 0 < seed < num_slots
+        running_hash = slot_hash(canary_buf, seed) if has_seed else ANCHOR_HASH
+        previous_position = int(slot_records(canary_buf)[seed, POSITION]) if has_seed and check_positions else None
+        if seed >= num_slots:
+            launch.record(
+                FailReason.SLOT_OUT_OF_RANGE,
+                slot=seed,
+                position=first.position,
+                stored_token=first.token,
+                expected_token=-1,
+                stored_chain_hash=ANCHOR_HASH,
+                expected_aux=num_slots,
+            )
+        num_stored += _write_row(entries[start:end], running_hash, previous_position, num_slots, launch, store)
+    launch.count_slots(num_stored)
+    return result, launch.finish()
+
+
+def _clip_row(start: int, end: int, num_tokens: int, launch: Launch) -> tuple[int, int]:
+    """The part of a row that lies inside the token arrays; what lies outside is recorded once."""
+    if start >= end or (start >= 0 and end <= num_tokens):
+        return start, end
+    launch.record(
+        FailReason.SLOT_OUT_OF_RANGE,
+        slot=-1,
+        position=-1,
+        stored_token=-1,
+        expected_token=-1,
+        stored_chain_hash=0,
+        expected_aux=num_tokens,
+    )
+    return max(start, 0), min(end, num_tokens)
+
+
+def _write_row(
+    entries: Sequence[Entry],
+    running_hash: int,
+    previous_position: int | None,
+    num_slots: int,
+    launch: Launch,
+    store: Callable[[Entry, int], None],
+) -> int:
+    """Write the chain of one row and return how many records were stored.
+
+    Args:
+        entries: those of the row.
+        running_hash: the chain's hash before the first of them.
+        previous_position: position before the first of them, or None to leave positions unchecked.
+        num_slots: records of the buffer.
+        launch: where findings go.
+        store: writes the record of an entry, given the chain's hash before it.
+    """
+    num_stored = 0
+    for entry in entries:
+        slot, token, position, expected_token, expected_position = entry
+        if slot < 0:
+            continue
+        if slot >= num_slots:
+            launch.record(
+                FailReason.SLOT_OUT_OF_RANGE,
+                slot=slot,
+                position=position,
+                stored_token=token,
+                expected_token=-1,
+                stored_chain_hash=running_hash,
+                expected_aux=num_slots,
+            )
+        else:
+            reasons = FailReason(0)
+            if token != expected_token:
+                reasons |= FailReason.WRITE_TOKEN_MISMATCH
+            if position != expected_position:
+                reasons |= FailReason.WRITE_POSITION_MISMATCH
+            if reasons:
+                launch.record(
+                    reasons,
+                    slot=slot,
+                    position=position,
+                    stored_token=token,
+                    expected_token=expected_token,
+                    stored_chain_hash=running_hash,
+                    expected_aux=expected_position,
+                )
+            if previous_position is not None and position != to_signed(previous_position + 1):
+                launch.record(
+                    FailReason.WRITE_POSITION_MISMATCH,
+                    slot=slot,
+                    position=position,
+                    stored_token=token,
+                    expected_token=token,
+                    stored_chain_hash=running_hash,
+                    expected_aux=previous_position + 1,
+                )
+            store(entry, running_hash)
+            num_stored += 1
+        if previous_position is not None:
+            previous_position = position
+        # What was written goes on, not what was expected, so that one bad input is one finding.
+        running_hash = mix3(running_hash, token, position)
+    return num_stored
+
+
+def _check_plan(plan: Any) -> tuple[list[int], list[int], int]:
+    """Offsets, seeds, and the number of rows in use."""
+    if not isinstance(plan, WritePlan):
+        raise TypeError(f"`plan` is of type {type(plan).__name__}, but it must be a WritePlan, such as the `write` of a Plan.")
+    rows = plan.write_seed_slot_indices.shape[0] if plan.write_seed_slot_indices.shape else 0
+    for name, shape in (("write_offsets", (rows + 1,)), ("write_seed_slot_indices", (rows,)), ("write_num_valid_reqs", (1,))):
+        check_dtype(getattr(plan, name), f"plan.{name}", np.int32)
+        check_shape(getattr(plan, name), f"plan.{name}", shape, f"a write plan of {rows} rows")
+    offsets, seeds, num_valid = (
+        np.asarray(a).tolist() for a in (plan.write_offsets, plan.write_seed_slot_indices, plan.write_num_valid_reqs)
+    )
+    return offsets, seeds, max(0, min(num_valid[0], rows))
+
+
+def _check_entries(
+    input_ids: ArrayLike,
+    positions: ArrayLike,
+    out_cache_loc: ArrayLike,
+    expected_input_tokens: ArrayLike | None,
+    expected_input_positions: ArrayLike | None,
+) -> list[Entry]:
+    """The token arrays of a step, one entry after the other, at full width."""
+    token_ids = integers(input_ids, "input_ids", (None,), "one token each")
+    shape, step = token_ids.shape, f"one value for each of the {len(token_ids)} tokens of `input_ids`"
+    token_positions = integers(positions, "positions", shape, step)
+    slots = integers(out_cache_loc, "out_cache_loc", shape, step)
+    if (expected_input_tokens is None) != (expected_input_positions is None):
+        missing, given = ("tokens", "positions") if expected_input_tokens is None else ("positions", "tokens")
+        raise ValueError(f"`expected_input_{missing}` is None, but it must be an array when `expected_input_{given}` is given.")
+    expected_tokens, expected_positions = token_ids, token_positions
+    if expected_input_tokens is not None:
+        expected_tokens = integers(expected_input_tokens, "expected_input_tokens", shape, step)
+        expected_positions = integers(expected_input_positions, "expected_input_positions", shape, step)
+    columns = (slots, token_ids, token_positions, expected_tokens, expected_positions)
+    return [Entry(*row) for row in np.stack(columns, axis=1).tolist()]

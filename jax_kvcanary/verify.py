@@ -1,0 +1,101 @@
+"""Verify: compare the slots of a plan with their records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_kvcanary import _launch
+from jax_kvcanary._checks import ArrayLike, check_dtype, check_shape
+from jax_kvcanary._ffi import VERIFY_TARGET
+from jax_kvcanary._launch import Endpoint
+from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
+from jax_kvcanary.plan import VerifyPlan
+from jax_kvcanary.sources import RealKvSource, check_mode
+from jax_kvcanary.state import CanaryDeviceState, check_device_state
+
+
+def verify_step(
+    canary_buf: ArrayLike,
+    plan: VerifyPlan,
+    device_state: CanaryDeviceState,
+    *,
+    tag: CanaryLaunchTag,
+    real_kv_sources: Sequence[RealKvSource] = (),
+    real_kv_hash_mode: RealKvHashMode = RealKvHashMode.NONE,
+    check_expected_token: bool = False,
+) -> CanaryDeviceState:
+    """Verify the entries of a plan against one canary buffer (the contract's section 4).
+
+    Args:
+        canary_buf: uint8 [num_slots, 32]; never changed.
+        plan: the ``verify`` of a :class:`~jax_kvcanary.Plan`.
+        device_state: log and counters; updated in place under donation.
+        tag: which launch this is (static).
+        real_kv_sources: up to four arrays whose bytes the records fingerprint.
+        real_kv_hash_mode: how many of their bytes (static).
+        check_expected_token: compare tokens with the plan's expected ones (static).
+
+    Returns:
+        The state with every finding recorded.
+
+    Raises:
+        TypeError: a wrong type or dtype. ValueError: a wrong shape, tag, mode or source geometry.
+    """
+    return verify_launch(
+        [Endpoint(canary_buf, tag, tuple(real_kv_sources))],
+        plan,
+        device_state,
+        mode=real_kv_hash_mode,
+        check_expected_token=check_expected_token,
+    )
+
+
+def verify_launch(
+    endpoints: Sequence[Endpoint],
+    plan: VerifyPlan,
+    device_state: CanaryDeviceState,
+    *,
+    mode: RealKvHashMode,
+    check_expected_token: bool,
+) -> CanaryDeviceState:
+    """Verify one plan against several canary buffers in one custom call."""
+    mode = check_mode(mode)
+    check_flag(check_expected_token, "check_expected_token")
+    _, state = _launch.call(
+        VERIFY_TARGET,
+        _plan_operands(plan),
+        [endpoint.checked(mode) for endpoint in endpoints],
+        mode,
+        check_device_state(device_state),
+        check_expected_token=check_expected_token,
+    )
+    return state
+
+
+def check_flag(value: Any, name: str) -> None:
+    """Raise TypeError unless the value is a Python bool: a traced one cannot choose what is compiled."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` is {value!r} of type {type(value).__name__}, but it must be True or False.")
+
+
+def _plan_operands(plan: VerifyPlan) -> list[ArrayLike]:
+    if not isinstance(plan, VerifyPlan):
+        raise TypeError(f"`plan` is of type {type(plan).__name__}, but it must be a VerifyPlan, such as the `verify` of a Plan.")
+    capacity = plan.verify_slot_indices.shape[0] if plan.verify_slot_indices.shape else None
+    operands = []
+    for name, shape in (
+        ("verify_slot_indices", (capacity,)),
+        ("verify_expected_tokens", (capacity,)),
+        ("verify_expected_positions", (capacity,)),
+        ("verify_prev_slot_indices", (capacity,)),
+        ("verify_num_valid", (1,)),
+        ("enable", (1,)),
+    ):
+        value = getattr(plan, name)
+        check_dtype(value, f"plan.{name}", np.int32)
+        check_shape(value, f"plan.{name}", shape, f"a verify plan of {capacity} entries")
+        operands.append(value)
+    return operands

@@ -1,0 +1,131 @@
+"""Write: stamp the records of the slots that a step fills."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jax_kvcanary import _launch
+from jax_kvcanary._checks import ArrayLike, check_dtype, check_shape, integer_array
+from jax_kvcanary._ffi import WRITE_TARGET
+from jax_kvcanary._launch import Endpoint
+from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
+from jax_kvcanary.plan import WritePlan
+from jax_kvcanary.sources import RealKvSource, check_mode
+from jax_kvcanary.state import CanaryDeviceState, check_device_state
+
+#: uint32 words of the scratch that keeps one row's seed: hash and position.
+_SEED_WORDS = 4
+
+
+def write_step(
+    canary_buf: ArrayLike,
+    plan: WritePlan,
+    input_ids: ArrayLike,
+    positions: ArrayLike,
+    out_cache_loc: ArrayLike,
+    device_state: CanaryDeviceState,
+    *,
+    tag: CanaryLaunchTag,
+    real_kv_sources: Sequence[RealKvSource] = (),
+    real_kv_hash_mode: RealKvHashMode = RealKvHashMode.NONE,
+    expected_input_tokens: ArrayLike | None = None,
+    expected_input_positions: ArrayLike | None = None,
+) -> tuple[jax.Array, CanaryDeviceState]:
+    """Write the records of a step's tokens into one canary buffer (the contract's section 5).
+
+    Args:
+        canary_buf: uint8 [num_slots, 32]; updated in place under donation.
+        plan: the ``write`` of a :class:`~jax_kvcanary.Plan`.
+        input_ids: int32 or int64 [tokens]; live tokens packed in row order at the front.
+        positions: int32 or int64 [tokens].
+        out_cache_loc: int32 or int64 [tokens]; slots in the group's own numbering; negative ones are skipped.
+        device_state: log and counters; updated in place under donation.
+        tag: which launch this is (static).
+        real_kv_sources: up to four arrays whose bytes go into the records.
+        real_kv_hash_mode: how many of their bytes (static).
+        expected_input_tokens: int32 or int64 [tokens]; compares ``input_ids``; needs the expected positions too.
+        expected_input_positions: int32 or int64 [tokens]; compares ``positions``; needs the expected tokens too.
+
+    Returns:
+        The canary buffer and the state with every finding recorded.
+
+    Raises:
+        TypeError: a wrong type or dtype. ValueError: a wrong shape, tag, mode or source geometry, or one expected array without
+            the other.
+    """
+    buffers, state = write_launch(
+        [Endpoint(canary_buf, tag, tuple(real_kv_sources))],
+        plan,
+        input_ids,
+        positions,
+        out_cache_loc,
+        device_state,
+        mode=real_kv_hash_mode,
+        expected_input_tokens=expected_input_tokens,
+        expected_input_positions=expected_input_positions,
+    )
+    return buffers[0], state
+
+
+def write_launch(
+    endpoints: Sequence[Endpoint],
+    plan: WritePlan,
+    input_ids: ArrayLike,
+    positions: ArrayLike,
+    out_cache_loc: ArrayLike,
+    device_state: CanaryDeviceState,
+    *,
+    mode: RealKvHashMode,
+    expected_input_tokens: ArrayLike | None = None,
+    expected_input_positions: ArrayLike | None = None,
+) -> tuple[list[jax.Array], CanaryDeviceState]:
+    """Write one step's records into several canary buffers in one custom call."""
+    mode = check_mode(mode)
+    plan_operands = _plan_operands(plan)
+    ids = integer_array(input_ids, "input_ids", (None,), "one token each")
+    of_tokens = (ids.shape[0],)
+    meaning = f"one value for each of the {ids.shape[0]} tokens of `input_ids`"
+    tokens = [
+        ids,
+        integer_array(positions, "positions", of_tokens, meaning),
+        integer_array(out_cache_loc, "out_cache_loc", of_tokens, meaning),
+    ]
+    check_input = expected_input_tokens is not None
+    if check_input != (expected_input_positions is not None):
+        missing, given = ("positions", "tokens") if check_input else ("tokens", "positions")
+        raise ValueError(f"`expected_input_{missing}` is None, but it must be an array when `expected_input_{given}` is given.")
+    if check_input:
+        expected = [
+            integer_array(expected_input_tokens, "expected_input_tokens", of_tokens, meaning),
+            integer_array(expected_input_positions, "expected_input_positions", of_tokens, meaning),
+        ]
+    else:
+        expected = tokens[:2]  # operands that the handler does not read
+    state = check_device_state(device_state)
+    rows = plan_operands[1].shape[0]
+    return _launch.call(
+        WRITE_TARGET,
+        [*plan_operands, *tokens, *expected, state.enable_chain_position_assert],
+        [endpoint.checked(mode) for endpoint in endpoints],
+        mode,
+        state,
+        scratch_words=len(endpoints) * rows * _SEED_WORDS,
+        writes=True,
+        check_input=check_input,
+    )
+
+
+def _plan_operands(plan: WritePlan) -> list[ArrayLike]:
+    if not isinstance(plan, WritePlan):
+        raise TypeError(f"`plan` is of type {type(plan).__name__}, but it must be a WritePlan, such as the `write` of a Plan.")
+    rows = plan.write_seed_slot_indices.shape[0] if plan.write_seed_slot_indices.shape else 0
+    operands = []
+    for name, shape in (("write_offsets", (rows + 1,)), ("write_seed_slot_indices", (rows,)), ("write_num_valid_reqs", (1,))):
+        value = getattr(plan, name)
+        check_dtype(value, f"plan.{name}", np.int32)
+        check_shape(value, f"plan.{name}", shape, f"a write plan of {rows} rows")
+        operands.append(value)
+    return operands

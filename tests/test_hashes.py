@@ -1,0 +1,110 @@
+"""Hashes: the vectors, hand-worked values, and chains that a backend writes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from helpers.backends import BACKENDS
+from helpers.states import fields, fresh_buffer, fresh_state
+from helpers.vectors import load_vectors
+from jax_kvcanary import reference
+from jax_kvcanary.constants import CANARY_CHAIN_ANCHOR, CanaryLaunchTag, RealKvHashMode
+from jax_kvcanary.plan import WritePlan
+from jax_kvcanary.sources import RealKvSource
+
+HASHES = load_vectors("hash")
+
+
+def test_splitmix64_vectors():
+    for x, want in HASHES["splitmix64"]:
+        assert reference.splitmix64(int(x)) == int(want)
+
+
+def test_mix3_vectors():
+    for a, b, c, want in HASHES["mix3"]:
+        assert reference.mix3(int(a), int(b), int(c)) == int(want)
+
+
+def test_zero_is_a_fixed_point():
+    assert reference.splitmix64(0) == 0
+    assert reference.mix3(0, 0, 0) == 0
+
+
+def test_ints_are_taken_modulo_two_to_the_64():
+    assert reference.splitmix64(-1) == reference.splitmix64(2**64 - 1) == reference.splitmix64(2**65 - 1)
+    assert reference.splitmix64(np.int64(-1)) == reference.splitmix64(np.uint64(2**64 - 1))
+    assert reference.mix3(-(2**63), -2, 2**64 + 3) == reference.mix3(2**63, 2**64 - 2, 3)
+    assert type(reference.splitmix64(np.int32(5))) is int
+
+
+@pytest.mark.parametrize("bad", [1.0, "1", None, True, np.float32(1), [1]])
+def test_other_types_are_refused(bad):
+    with pytest.raises(TypeError, match=r"^`x` is .* but it must be an int\.$"):
+        reference.splitmix64(bad)
+    for name, args in {"a": (bad, 1, 1), "b": (1, bad, 1), "c": (1, 1, bad)}.items():
+        with pytest.raises(TypeError, match=rf"^`{name}` is .* but it must be an int\.$"):
+            reference.mix3(*args)
+
+
+def test_slot_hash_leaves_the_real_kv_hash_out():
+    buf = fresh_buffer(3)
+    fields(buf)[1] = (7, 5, -3, 1234)
+    want = reference.mix3(-3, 7, 5)
+    assert reference.slot_hash(buf, 1) == want
+    fields(buf)[1, 3] = 0
+    assert reference.slot_hash(buf, 1) == want
+    assert reference.slot_hash(buf, -1) == reference.slot_hash(buf, -9) == reference.splitmix64(CANARY_CHAIN_ANCHOR)
+
+
+def test_real_kv_hash_by_hand():
+    words = np.array([[10, 11, 12], [20, 21, 22]], "<u8")
+    source = RealKvSource(array=words, num_bytes_per_token=24, read_bytes=24)
+    mix = reference.splitmix64
+    first_two = mix(mix(20) ^ 21)
+    all_three = mix(first_two ^ 22)
+    assert reference.source_hash(source, 1, RealKvHashMode.PARTIAL) == first_two
+    assert reference.source_hash(source, 1, RealKvHashMode.ALL) == all_three
+    assert reference.real_kv_hash((source,), 1, RealKvHashMode.ALL) == mix(all_three)
+    assert reference.real_kv_hash((source, source), 1, RealKvHashMode.PARTIAL) == mix(mix(first_two) ^ first_two)
+    assert reference.real_kv_hash((source,), 1, RealKvHashMode.NONE) == reference.real_kv_hash((), 1, RealKvHashMode.ALL) == 0
+
+
+def test_source_geometry_by_hand():
+    # Pages of two slots, 5 words apart, slots 2 words apart, behind one word: slot 3 is word 1 + 5 + 2.
+    source = RealKvSource(
+        array=np.arange(100, 120, dtype="<u8"),
+        page_size=2,
+        num_bytes_per_token=8,
+        read_bytes=8,
+        byte_offset=8,
+        row_stride_bytes=40,
+        token_stride_bytes=16,
+    )
+    for slot, word in enumerate([101, 103, 106, 108, 111]):
+        assert reference.source_hash(source, slot, RealKvHashMode.ALL) == reference.splitmix64(word)
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_chain_vector(get_backend, backend_name):
+    """Writing the tokens of the chain, in two launches, gives its records."""
+    backend = get_backend(backend_name)
+    chain = np.array([[link["token"], link["position"], link["prev_hash"], 0] for link in HASHES["chain"]])
+    slots = np.random.default_rng(7).permutation(np.arange(1, len(chain) + 1))
+    buf, state = backend.array(fresh_buffer(len(chain) + 1)), backend.own(fresh_state(5))
+    split = 37
+    with backend.active():
+        for part, seed in ((slice(0, split), -1), (slice(split, None), slots[split - 1])):
+            ids, positions, _, _ = chain[part].T
+            plan = WritePlan(*(backend.array(np.array(v, np.int32)) for v in ([0, len(ids)], [seed], [1])))
+            buf, state = backend.write_step(
+                buf,
+                plan,
+                backend.ints(ids),
+                backend.ints(positions),
+                backend.ints(slots[part]),
+                state,
+                tag=CanaryLaunchTag.HEAD_K_FULL,
+            )
+    np.testing.assert_array_equal(fields(buf)[slots], chain)
+    assert int(np.asarray(state.violation_log.violation_write_index)[0]) == 0
