@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_kvcanary._checks import ArrayLike, as_array, check_int, index_array, token_array
 from jax_kvcanary.constants import INT32_MAX
-from jax_kvcanary.pallas import PlanArrays, PlanStatics, plan_arrays
+from jax_kvcanary.pallas import PlanArrays, PlanStatics, gather, plan_arrays, translate
 
 
 @partial(
@@ -187,6 +187,20 @@ def plan(
         ),
         num_invalid_rows=out.num_invalid_rows,
     )
+
+
+def translate_slots(slots: ArrayLike, full_to_swa_index_mapping: ArrayLike | None) -> ArrayLike:
+    """Full-pool slots in a group's own numbering, by the rule for plans (the contract's section 8); unchanged without a table.
+
+    Args:
+        slots: int32 or int64 [n].
+        full_to_swa_index_mapping: int32 or int64 [m], or None.
+    """
+    if full_to_swa_index_mapping is None:
+        return slots
+    slots = index_array(slots, "slots", (None,), "full-pool slots")
+    lut = index_array(full_to_swa_index_mapping, "full_to_swa_index_mapping", (None,), "a table from full-pool slots to the group's own")
+    return translate(gather, _never_empty(lut), lut.shape[0], slots, slots >= 0)
 
 
 def _never_empty(array: ArrayLike | None) -> ArrayLike | None:

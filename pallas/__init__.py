@@ -1,5 +1,6 @@
 """Plan kernels of ``jax_kvcanary``: Pallas on Triton for CUDA, the same formulas in plain jnp for the CPU."""
 
-from jax_kvcanary.pallas.plan import PlanArrays, PlanStatics, plan_arrays
+from jax_kvcanary.pallas.formulas import PlanArrays, PlanStatics, gather, translate
+from jax_kvcanary.pallas.plan import PlanResults, plan_arrays
 
-__all__ = ["PlanArrays", "PlanStatics", "plan_arrays"]
+__all__ = ["PlanArrays", "PlanResults", "PlanStatics", "gather", "plan_arrays", "translate"]

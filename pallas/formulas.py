@@ -102,7 +102,7 @@ def plan_rows(load: Load, arrays: PlanArrays, rows: jax.Array, before: RowSums, 
 
     has_seed = valid & (prefix > 0) & (extend > 0)
     seed = load(arrays.req_to_token, (req, prefix - 1), has_seed, -1)
-    seed = jnp.where(has_seed, translate(load, arrays.lut, seed, has_seed, s), -1)
+    seed = jnp.where(has_seed, translate(load, arrays.lut, s.lut_len, seed, has_seed), -1)
     invalid_total = before.invalid + jnp.sum((live & ~valid).astype(jnp.int32), dtype=jnp.int32)
     return RowOutputs(verify_offsets, write_offsets, seed), RowSums(verify_total, write_total, invalid_total)
 
@@ -119,10 +119,10 @@ def plan_entries(
     position = window_start(prefix, s) + entries - first_entry
 
     slot = load(arrays.req_to_token, (req, position), live, -1)
-    slot = translate(load, arrays.lut, slot, live, s)
+    slot = translate(load, arrays.lut, s.lut_len, slot, live)
     has_prev = live & (position > 0)
     prev = load(arrays.req_to_token, (req, position - 1), has_prev, -1)
-    prev = translate(load, arrays.lut, prev, has_prev, s)
+    prev = translate(load, arrays.lut, s.lut_len, prev, has_prev)
     # A hole before this entry is reported by the entry at the hole; here it only makes the predecessor unreachable.
     prev = jnp.where(has_prev, jnp.maximum(prev, 0), -1)
 
@@ -141,14 +141,14 @@ def window_start(prefix: jax.Array, s: PlanStatics) -> jax.Array:
     return jnp.maximum(prefix - s.swa_window_size, 0) if s.swa_window_size else jnp.zeros_like(prefix)
 
 
-def translate(load: Load, lut: Any, slot: jax.Array, mask: jax.Array, s: PlanStatics) -> jax.Array:
+def translate(load: Load, lut: Any, lut_len: int | None, slot: jax.Array, mask: jax.Array) -> jax.Array:
     """Full-pool slots to the group's own through its table; unchanged without one.
 
     Negative slots pass, one past the table becomes 2^31 - 1, and a negative table value counts as 0, absent.
     """
-    if s.lut_len is None:
+    if lut_len is None:
         return slot
-    inside = (slot >= 0) & (slot < s.lut_len)
+    inside = (slot >= 0) & (slot < lut_len)
     value = jnp.maximum(load(lut, (slot,), mask & inside, 0), 0)
     return jnp.where(slot < 0, slot, jnp.where(inside, value, INT32_MAX))
 

@@ -1,0 +1,80 @@
+"""The canary buffers of one group of a pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_kvcanary._checks import ArrayLike, check_int
+from jax_kvcanary._launch import Endpoint
+from jax_kvcanary.constants import CANARY_SLOT_BYTES, FRESH_RECORD_BYTE, INT32_MAX, CanaryLaunchTag, PoolKind
+from jax_kvcanary.sources import PoolPath, SourceSpec, resolve_path
+
+
+def fresh_records(num_slots: int) -> jax.Array:
+    """A canary buffer that nothing has written: uint8 [num_slots, 32], every byte 0xFF."""
+    check_int(num_slots, "num_slots", 1, INT32_MAX)
+    return jnp.full((num_slots, CANARY_SLOT_BYTES), FRESH_RECORD_BYTE, jnp.uint8)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("k_head", "k_tail", "v_head", "v_tail"),
+    meta_fields=("kind", "real_kv_sources_k", "real_kv_sources_v", "swa_index_lut", "kv_token_id_vs_position_offset"),
+)
+@dataclass(frozen=True, kw_only=True)
+class CanaryBufferGroup:
+    """Canary buffers of one pool, or of one sub-pool, and where its real KV is.
+
+    HEAD buffers are checked and written before the forward, TAIL buffers behind it with the real KV mixed in; apart, the
+    two phases cannot overwrite each other's evidence.
+
+    Fields:
+        kind: FULL or SWA (static).
+        k_head, k_tail: uint8 [num_slots, 32].
+        v_head, v_tail: the same for V, or None for a pool without a V half.
+        real_kv_sources_k, real_kv_sources_v: up to four descriptions of the KV that a TAIL record fingerprints (static).
+        swa_index_lut: path in the pool to the table from full-pool slots to this group's, or None (static).
+        kv_token_id_vs_position_offset: slot of position p holds the token of position p plus this: 0 for target pools, 1 for
+            EAGLE draft pools (static).
+    """
+
+    kind: PoolKind
+    k_head: ArrayLike
+    k_tail: ArrayLike
+    v_head: ArrayLike | None = None
+    v_tail: ArrayLike | None = None
+    real_kv_sources_k: tuple[SourceSpec, ...] = ()
+    real_kv_sources_v: tuple[SourceSpec, ...] = ()
+    swa_index_lut: PoolPath | None = None
+    kv_token_id_vs_position_offset: int = 0
+
+    @property
+    def has_v_half(self) -> bool:
+        """Whether V has buffers of its own."""
+        return self.v_head is not None
+
+    @property
+    def halves(self) -> tuple[str, ...]:
+        """The halves with buffers, in launch order: k, and v where there is one."""
+        return ("k", "v") if self.has_v_half else ("k",)
+
+    def lut(self, pool: Any) -> ArrayLike | None:
+        """The pool's live table from full-pool slots to this group's, or None."""
+        return None if self.swa_index_lut is None else resolve_path(pool, self.swa_index_lut)
+
+    def endpoints(self, phase: str, pool: Any) -> list[Endpoint]:
+        """The endpoints of a phase ("head", "tail" or "sweep"), K first; those behind the forward with their live sources."""
+        buffer = "head" if phase == "head" else "tail"
+        return [
+            Endpoint(
+                canary_buf=getattr(self, f"{half}_{buffer}"),
+                tag=CanaryLaunchTag[f"{phase}_{half}_{self.kind.name}".upper()],
+                sources=() if phase == "head" else tuple(spec.bind(pool) for spec in getattr(self, f"real_kv_sources_{half}")),
+            )
+            for half in self.halves
+        ]
