@@ -18,6 +18,5 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 
 kvcanary_module(_cuda bindings/cuda_module.cc cuda/grid.cu cuda/verify.cu cuda/write.cu)
-set_target_properties(_cuda PROPERTIES INTERPROCEDURAL_OPTIMIZATION OFF)
 target_include_directories(_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--threads=0>)
