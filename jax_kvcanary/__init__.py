@@ -3,6 +3,8 @@
 See README.md for a loop that uses it, and :class:`Canary` for the pieces of one step.
 """
 
+from importlib.metadata import version
+
 from jax_kvcanary import pools, reference
 from jax_kvcanary.batch import ForwardBatch
 from jax_kvcanary.buffers import CanaryBufferGroup, fresh_records
@@ -29,6 +31,8 @@ from jax_kvcanary.state import CanaryDeviceState, ViolationLog, to_int64
 from jax_kvcanary.verify import verify_step
 from jax_kvcanary.violations import CanaryViolationError, Violation
 from jax_kvcanary.write import write_step
+
+__version__ = version("jax-kvcanary")
 
 __all__ = [
     "CANARY_CHAIN_ANCHOR",
@@ -61,6 +65,7 @@ __all__ = [
     "Violation",
     "ViolationLog",
     "WritePlan",
+    "__version__",
     "attach_canary_buffers",
     "fresh_records",
     "install_canary",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,6 +63,10 @@ class CanaryBufferGroup:
     def halves(self) -> tuple[str, ...]:
         """The halves with buffers, in launch order: k, and v where there is one."""
         return ("k", "v") if self.has_v_half else ("k",)
+
+    def with_buffers(self, **buffers: Any) -> CanaryBufferGroup:
+        """The group with some of its buffers replaced, by field name."""
+        return dataclasses.replace(self, **buffers)
 
     def lut(self, pool: Any) -> ArrayLike | None:
         """The pool's live table from full-pool slots to this group's, or None."""

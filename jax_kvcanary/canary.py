@@ -189,7 +189,9 @@ class Canary:
 
         def wrapped(state: CanaryState, *args: Any, **kwargs: Any) -> tuple[CanaryState, CanaryReport, Any, Any]:
             if len(args) < 2:
-                raise TypeError("The wrapped forward takes the canary's state first, and `batch` and `pool` as its last two positional arguments.")
+                raise TypeError(
+                    "The wrapped forward takes the canary's state first, and `batch` and `pool` as its last two positional arguments."
+                )
             batch, pool = args[-2:]
             state, step = self.pre_forward(state, batch, pool)
             out, pool = forward(*args, **kwargs)
@@ -225,7 +227,7 @@ class Canary:
                 buffer = jnp.asarray(getattr(group, name))
                 target = jnp.where(own > 0, own, buffer.shape[0])  # past the end: dropped
                 fresh[name] = buffer.at[target].set(jnp.uint8(FRESH_RECORD_BYTE), mode="drop")
-            groups.append(dataclasses.replace(group, **fresh))
+            groups.append(group.with_buffers(**fresh))
         return CanaryState(tuple(groups), state.device_state)
 
     def _check(self, state: CanaryState, batch: ForwardBatch | None = None) -> None:
@@ -286,7 +288,7 @@ class Canary:
             expected_input_positions=batch.expected_input_positions,
         )
         names = [f"{half}_{phase}" for half in group.halves]
-        return dataclasses.replace(group, **dict(zip(names, buffers, strict=True))), device_state
+        return group.with_buffers(**dict(zip(names, buffers, strict=True))), device_state
 
 
 def install_canary(
@@ -330,9 +332,7 @@ def install_canary(
     if CUDA_MISSING is not None and any(device.platform in ("gpu", "cuda") for device in devices):
         raise RuntimeError(CUDA_MISSING)
     groups = attach_canary_buffers(pool, config, kv_token_id_vs_position_offset=kv_token_id_vs_position_offset)
-    device_state = CanaryDeviceState.allocate(
-        config, req_to_token_alloc_size=req_to_token_alloc_size, max_context_len=max_context_len
-    )
+    device_state = CanaryDeviceState.allocate(config, req_to_token_alloc_size=req_to_token_alloc_size, max_context_len=max_context_len)
     off = jnp.zeros_like(device_state.enable_chain_position_assert)
     state = CanaryState(groups, dataclasses.replace(device_state, enable_chain_position_assert=off))
     if len(devices) == 1 and devices != _devices(off):

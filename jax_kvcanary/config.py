@@ -64,9 +64,9 @@ class CanaryConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> CanaryConfig:
-        """The configuration that the ``KVCANARY_*`` environment variables describe; unset ones keep their default, and
-        an unset ``KVCANARY_MODE`` is ``none``.
+        """The configuration that the ``KVCANARY_*`` environment variables describe.
 
+        Unset variables keep their field's default; an unset ``KVCANARY_MODE`` is ``none``.
         ``KVCANARY_REAL_DATA`` is the real-KV hash mode (none, partial, all), ``KVCANARY_REAL_KV_LAYERS`` a comma-separated
         list of layers; flags are 1/0, true/false, yes/no or on/off in any case.
 

@@ -90,7 +90,9 @@ class CanaryMonitor:
         for violation in new:
             logger.warning("%s", violation)
         if dropped:
-            logger.warning("kv_canary: the violation ring of %d rows is full; %d more violations were counted but not kept.", len(rows), dropped)
+            logger.warning(
+                "kv_canary: the violation ring of %d rows is full; %d more violations were counted but not kept.", len(rows), dropped
+            )
 
     def _warn_about_gaps(self, summary: CanaryReport, step: int) -> None:
         """Say what was not checked: silence must never pass for health."""

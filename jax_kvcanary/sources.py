@@ -206,7 +206,8 @@ def check_mode(mode: Any) -> RealKvHashMode:
 def item_bytes(dtype: Any) -> int:
     """Bytes of one element; NotImplementedError for types that XLA packs below a byte."""
     dtype = np.dtype(dtype)
-    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8 or jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8:
+    limits: Any = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else None
+    if limits is not None and limits(dtype).bits < 8:
         raise NotImplementedError(f"`array` has dtype {dtype}, whose elements are smaller than a byte; pass the packed bytes as uint8.")
     return dtype.itemsize
 

@@ -12,15 +12,17 @@ from jax_kvcanary.constants import CanaryLaunchTag, FailReason
 _UINT64 = (1 << 64) - 1
 
 _EXPLANATIONS = {
-    FailReason.VERIFY_CHAIN_HASH_MISMATCH: "the slot does not follow from the slot before it: one of the two was overwritten or belongs to "
-    "another request",
-    FailReason.VERIFY_POSITION_MISMATCH: "the slot holds another position than the request expects there",
-    FailReason.VERIFY_REAL_KV_HASH_MISMATCH: "the KV bytes changed since they were fingerprinted: something wrote them without the scheduler "
-    "knowing",
+    FailReason.VERIFY_CHAIN_HASH_MISMATCH: (
+        "the slot does not follow from the slot before it: one of the two was overwritten, or belongs to another request"
+    ),
+    FailReason.VERIFY_POSITION_MISMATCH: "the slot holds another position than the request has there",
+    FailReason.VERIFY_REAL_KV_HASH_MISMATCH: (
+        "the KV bytes changed since they were fingerprinted: something wrote them without the scheduler knowing"
+    ),
     FailReason.WRITE_TOKEN_MISMATCH: "the step wrote another token than was expected",
     FailReason.WRITE_POSITION_MISMATCH: "the step wrote a position that was not expected, or that does not follow its predecessor's",
     FailReason.VERIFY_TOKEN_MISMATCH: "the slot holds another token than the request has at that position",
-    FailReason.SLOT_OUT_OF_RANGE: "the index does not exist: the buffer ends at the number in expected_aux",
+    FailReason.SLOT_OUT_OF_RANGE: "there is no such index: the array ends at the number in expected_aux",
 }
 
 

@@ -7,6 +7,7 @@ verify entry a thread, which finds its row by binary search.
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ from jax_kvcanary.pallas.formulas import (
     plan_entries,
     plan_rows,
 )
+
+# jax announces the end of this backend at every lowering; the upper bound on jax in pyproject.toml is what heeds it.
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,9 @@ def plan_arrays(arrays: PlanArrays, statics: PlanStatics) -> PlanResults:
     present = {name: value for name, value in arrays._asdict().items() if value is not None}
 
     def on(driver: Any) -> Any:
-        return lambda *values: driver(PlanArrays(**{**dict.fromkeys(PlanArrays._fields), **dict(zip(present, values, strict=True))}), statics)
+        return lambda *values: driver(
+            PlanArrays(**{**dict.fromkeys(PlanArrays._fields), **dict(zip(present, values, strict=True))}), statics
+        )
 
     return jax.lax.platform_dependent(*present.values(), cpu=on(_plan_jnp), cuda=on(_plan_triton))
 
@@ -154,7 +160,9 @@ def _offsets_kernel(*refs: Any, present: tuple[str, ...], statics: PlanStatics, 
     scalars_ref[2] = totals.invalid
 
 
-def _entries_kernel(verify_offsets_ref: Any, scalars_ref: Any, *refs: Any, present: tuple[str, ...], statics: PlanStatics, block: int) -> None:
+def _entries_kernel(
+    verify_offsets_ref: Any, scalars_ref: Any, *refs: Any, present: tuple[str, ...], statics: PlanStatics, block: int
+) -> None:
     """One thread an entry; a block behind the last entry ends at once."""
     s = statics
     arrays = _named(present, refs)

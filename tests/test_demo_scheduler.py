@@ -138,7 +138,7 @@ def serve(requests: list[Request], limits: Limits) -> Stats:
 def random_case(seed: int) -> tuple[list[Request], Limits]:
     """Requests with common prefixes, and a pool in which the largest of them just fits."""
     rng = random.Random(seed)
-    stems = [[rng.randrange(11) for _ in range(rng.randrange(1, 30))] for _ in range(3)]
+    stems = [[rng.randrange(11) for _ in range(rng.randrange(1, 60))] for _ in range(3)]
     requests = []
     for rid in range(rng.randrange(1, 14)):
         stem = rng.choice(stems)
@@ -186,6 +186,21 @@ def test_a_retracted_request_waits_before_the_others() -> None:
     assert requests[1].output == answer(requests[1])[: len(requests[1].output)] != []
 
 
+def test_long_prompts_do_not_starve_younger_requests() -> None:
+    limits = Limits(num_slots=128, max_batch=3, max_seq_len=40, chunk=8, token_buckets=(3, 12))
+    requests = [Request(0, (1, *range(20, 39)), 4), Request(1, (2, *range(20, 39)), 4), Request(2, (4,), 9, arrival_step=2)]
+    scheduler, shadow = Scheduler(limits, stop_token=-1), Shadow(limits.num_slots)
+    scheduler.add(requests[2])
+    work = []
+    while batch := scheduler.schedule():
+        work.append({request.rid: count for request, count in batch.work})
+        scheduler.commit(batch, shadow.step(batch, scheduler.table))
+        if len(work) == 1:
+            scheduler.add(requests[0])
+            scheduler.add(requests[1])
+    assert work[:4] == [{2: 1}, {2: 1, 0: 8, 1: 3}, {2: 1, 0: 8, 1: 3}, {2: 1, 0: 4, 1: 7}]
+
+
 def test_a_common_prefix_is_computed_once() -> None:
     limits = Limits(num_slots=64, max_batch=2, max_seq_len=32, chunk=32, token_buckets=(2, 32))
     stem = (1, 2, 4, 5, 6, 7)
@@ -216,9 +231,7 @@ def test_an_impossible_request_is_refused(request_: Request, message: str) -> No
 
 
 def test_limits_want_a_bucket_that_holds_a_batch() -> None:
-    with pytest.raises(
-        ValueError, match=r"`token_buckets` is \(2, 3\); the last must hold one token of each of 4 rows\."
-    ):
+    with pytest.raises(ValueError, match=r"`token_buckets` is \(2, 3\); the last must hold one token of each of 4 rows\."):
         Limits(num_slots=8, max_batch=4, max_seq_len=8, chunk=4, token_buckets=(2, 3))
 
 
@@ -267,9 +280,7 @@ def test_radix_tree_agrees_with_a_dictionary_of_prefixes(seed: int) -> None:
         assert sorted(tree_slots(tree)) == sorted(shadow.values())
         for prefix, _ in locked:
             assert all(prefix[: i + 1] in shadow for i in range(len(prefix))), "a locked prefix was evicted"
-        assert tree.num_evictable() == len(shadow) - len(
-            {prefix[: i + 1] for prefix, _ in locked for i in range(len(prefix))}
-        )
+        assert tree.num_evictable() == len(shadow) - len({prefix[: i + 1] for prefix, _ in locked for i in range(len(prefix))})
 
 
 def test_radix_tree_evicts_what_was_not_used_for_longest() -> None:

@@ -18,14 +18,11 @@ from jax_kvcanary.pools import MHATokenToKVPool
 from smollm2.model import ModelConfig, Params, allocate_pool, forward
 from smollm2.scheduler import EMPTY, Limits, Request, Scheduler, Stats, StepBatch
 
-BeforeStep = Callable[[int, Scheduler], None]
-AfterStep = Callable[[int, Scheduler], None]
+Hook = Callable[[int, Scheduler], None]
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="pool")
-def plain_step(
-    params: Params, batch: kvc.ForwardBatch, pool: MHATokenToKVPool, *, config: ModelConfig
-) -> tuple[Array, MHATokenToKVPool]:
+def plain_step(params: Params, batch: kvc.ForwardBatch, pool: MHATokenToKVPool, *, config: ModelConfig) -> tuple[Array, MHATokenToKVPool]:
     """One step without a canary. Returns the token that follows each row, int32 [rows], and the pool."""
     logits, pool = forward(params, batch, pool, config)
     return jnp.argmax(logits, axis=-1), pool
@@ -49,9 +46,7 @@ def checked_step(
 
 
 @partial(jax.jit, static_argnames="canary", donate_argnames="state")
-def release_slots(
-    state: kvc.CanaryState, slots: Array, pool: MHATokenToKVPool, *, canary: kvc.Canary
-) -> kvc.CanaryState:
+def release_slots(state: kvc.CanaryState, slots: Array, pool: MHATokenToKVPool, *, canary: kvc.Canary) -> kvc.CanaryState:
     """Wipe the records of freed slots, int32 [num_slots] padded with -1: whoever uses one of them unwritten is reported."""
     return canary.release(state, slots, pool)
 
@@ -68,7 +63,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Checks:
-    """What the canary did after warm-up. `expected_*` is the scheduler's own count, the rest is read from the device."""
+    """What the canary did. `expected_*` is the scheduler's own count, the rest is read from the device."""
 
     launches: dict[str, int]  # of each launch tag that ran
     slots: dict[str, int]  # records verified plus records written, of each launch tag that ran
@@ -106,99 +101,96 @@ class Engine:
         self.limits = limits
         self.canary_config = canary
 
-    def serve(
-        self,
-        requests: Sequence[Request],
-        *,
-        stop_token: int,
-        before_step: BeforeStep | None = None,
-        after_step: AfterStep | None = None,
-    ) -> Served:
+    def serve(self, requests: Sequence[Request], *, stop_token: int, before_step: Hook | None = None) -> Served:
         """Serve `requests`, each from its `arrival_step` on, to the end, by greedy decoding.
 
-        The hooks get the step's number, from 1, and the scheduler. In mode RAISE a finding is a `kvc.CanaryViolationError`.
+        `before_step` gets the number of the coming step, from 1, and the scheduler. In mode RAISE a finding is a
+        `kvc.CanaryViolationError`.
         """
-        scheduler = Scheduler(self.limits, stop_token=stop_token)
-        run = _Run(self)
-        run.warm_up()
-        arrivals = sorted(requests, key=lambda request: request.arrival_step)
-        while arrivals or not scheduler.is_idle:
-            if scheduler.is_idle:
-                scheduler.add(arrivals.pop(0))
-            while arrivals and arrivals[0].arrival_step <= run.steps:
-                scheduler.add(arrivals.pop(0))
-            if before_step is not None:
-                before_step(run.steps + 1, scheduler)
-            batch = scheduler.schedule()
-            assert batch is not None
-            scheduler.commit(batch, run.step(batch, scheduler.table, scheduler.take_freed()))
-            if after_step is not None:
-                after_step(run.steps, scheduler)
+        run = Run(self, requests, stop_token=stop_token, before_step=before_step)
+        while run.advance():
+            pass
+        return run.finish()
+
+
+class Run:
+    """One serving in progress: a scheduler on the host; the pool, the canary's state and its monitor beside them.
+
+    `advance` runs one step, so that two runs can be taken through the same schedule side by side.
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], *, stop_token: int, before_step: Hook | None = None) -> None:
+        self.engine = engine
+        self.requests = tuple(requests)
+        self.scheduler = Scheduler(engine.limits, stop_token=stop_token)
+        self.steps = 0
+        self._before_step = before_step
+        self._arrivals = sorted(requests, key=lambda request: request.arrival_step)
+        self._verified = self._written = 0
+        self._times: list[StepTime] = []
+        self._install()
+        self._warm_up()
+        self._install()  # the steps of the warm-up count for nothing: the first of the run is step 1 for the canary too
+        if self.canary is not None:
+            self.state = self.canary.mark_init_finished(self.state)
+
+    def advance(self) -> bool:
+        """Run the next step; False where every request is finished."""
+        scheduler, arrivals = self.scheduler, self._arrivals
+        while arrivals and (scheduler.is_idle or arrivals[0].arrival_step <= self.steps):
+            scheduler.add(arrivals.pop(0))
+        if self._before_step is not None:
+            self._before_step(self.steps + 1, scheduler)
+        batch = scheduler.schedule()
+        if batch is None:
+            return False
+        self.steps += 1
+        self._verified += batch.num_prefix_tokens
+        self._written += batch.num_tokens
+        scheduler.commit(batch, self._step(batch, scheduler.take_freed()))
+        return True
+
+    def finish(self) -> Served:
+        """Handle the last report, then put together what the run gave."""
+        if self.monitor is not None:
+            self.monitor.flush(self.state)
         return Served(
-            outputs={request.rid: tuple(request.output) for request in requests},
-            pool=run.pool,
-            steps=run.steps,
-            stats=scheduler.stats,
-            times=tuple(run.times),
-            checks=run.finish(),
+            outputs={request.rid: tuple(request.output) for request in self.requests},
+            pool=self.pool,
+            steps=self.steps,
+            stats=self.scheduler.stats,
+            times=tuple(self._times),
+            checks=None if self.canary is None else self._checks(),
         )
 
-
-class _Run:
-    """The device's half of one `serve`: the pool, the canary's state, and what is counted beside them."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        limits = engine.limits
-        self.pool = allocate_pool(engine.model, limits.num_slots)
+    def _install(self) -> None:
+        """An empty pool, and a canary beside it."""
+        limits = self.engine.limits
+        self.pool = allocate_pool(self.engine.model, limits.num_slots)
         capacities = kvc.CanaryLaunchCapacities.from_pool(limits.num_slots, limits.max_batch)
-        self.canary, self.state = kvc.install_canary(self.pool, engine.canary_config, capacities=capacities)
+        self.canary, self.state = kvc.install_canary(self.pool, self.engine.canary_config, capacities=capacities)
         self.monitor = None if self.canary is None else kvc.CanaryMonitor(self.canary)
-        self.steps = self.verified = self.written = 0
-        self.times: list[StepTime] = []
-        self._before: tuple[np.ndarray, np.ndarray] | None = None  # the counters after warm-up
 
-    def warm_up(self) -> None:
-        """Compile and run the step once for each bucket, on nothing but padding; then turn the chain-position check on."""
+    def _warm_up(self) -> None:
+        """Compile and run everything once for each bucket, on nothing but padding."""
         limits = self.engine.limits
         table = np.full((limits.max_reqs, limits.max_seq_len), EMPTY, np.int32)
         for bucket in limits.token_buckets:
-            self._dispatch(StepBatch.padding(bucket, limits.max_batch), table)
-        if self.canary is not None:
             self._release([])
-            self.state = self.canary.mark_init_finished(self.state)
-            self._before = self._counters()
+            jax.block_until_ready(self._dispatch(StepBatch.padding(bucket, limits.max_batch), table))
 
-    def step(self, batch: StepBatch, table: np.ndarray, freed: list[int]) -> np.ndarray:
-        """Run one step and wait for it. Returns the token after each row, [rows]."""
+    def _step(self, batch: StepBatch, freed: list[int]) -> np.ndarray:
+        """Run a step and wait for it. Returns the token after each row, [rows]."""
         start = time.perf_counter()
-        if freed and self.canary is not None:
+        if freed:
             self._release(freed)
-        tokens, report = self._dispatch(batch, table)
+        tokens, report = self._dispatch(batch, self.scheduler.table)
         jax.block_until_ready((tokens, self.pool, self.state))
         if self.monitor is not None:
             self.monitor.observe(report, self.state)
         seconds = time.perf_counter() - start
-        self.steps += 1
-        self.verified += batch.num_prefix_tokens
-        self.written += batch.num_tokens
-        self.times.append(StepTime(batch.num_tokens, len(batch.input_ids), batch.is_decode, seconds))
+        self._times.append(StepTime(batch.num_tokens, len(batch.input_ids), batch.is_decode, seconds))
         return np.asarray(tokens)
-
-    def finish(self) -> Checks | None:
-        """Handle the last report, then compare the canary's counters with the scheduler's."""
-        if self.monitor is None or self._before is None:
-            return None
-        self.monitor.flush(self.state)
-        launches, slots = (after - before for after, before in zip(self._counters(), self._before, strict=True))
-        tags = [tag for tag in kvc.CanaryLaunchTag if launches[tag]]
-        return Checks(
-            launches={tag.name: int(launches[tag]) for tag in tags},
-            slots={tag.name: int(slots[tag]) for tag in tags},
-            expected_launches=2 * self.steps,  # a verify and a write
-            expected_verified=self.verified,
-            expected_written=self.written,
-        )
 
     def _dispatch(self, batch: StepBatch, table: np.ndarray) -> tuple[Array, Any]:
         inputs = kvc.ForwardBatch.extend(
@@ -214,17 +206,24 @@ class _Run:
         if self.canary is None:
             tokens, self.pool = plain_step(params, inputs, self.pool, config=config)
             return tokens, None
-        tokens, self.pool, self.state, report = checked_step(
-            params, inputs, self.pool, self.state, config=config, canary=self.canary
-        )
+        tokens, self.pool, self.state, report = checked_step(params, inputs, self.pool, self.state, config=config, canary=self.canary)
         return tokens, report
 
     def _release(self, freed: list[int]) -> None:
+        if self.canary is None:
+            return
         slots = np.full(self.engine.limits.num_slots, -1, np.int32)
         slots[: len(freed)] = freed
         self.state = release_slots(self.state, slots, self.pool, canary=self.canary)
 
-    def _counters(self) -> tuple[np.ndarray, np.ndarray]:
-        """Launches and slots of each launch tag so far, int64 [12] each."""
+    def _checks(self) -> Checks:
         device = self.state.device_state
-        return kvc.to_int64(device.kernel_run_counters), kvc.to_int64(device.slot_run_counters)
+        launches, slots = kvc.to_int64(device.kernel_run_counters), kvc.to_int64(device.slot_run_counters)  # [12] each
+        tags = [tag for tag in kvc.CanaryLaunchTag if launches[tag]]
+        return Checks(
+            launches={tag.name: int(launches[tag]) for tag in tags},
+            slots={tag.name: int(slots[tag]) for tag in tags},
+            expected_launches=2 * self.steps,  # a verify and a write
+            expected_verified=self._verified,
+            expected_written=self._written,
+        )

@@ -65,9 +65,7 @@ def allocate_pool(config: ModelConfig, num_slots: int) -> MHATokenToKVPool:
     )
 
 
-def forward(
-    params: Params, batch: kvc.ForwardBatch, pool: MHATokenToKVPool, config: ModelConfig
-) -> tuple[Array, MHATokenToKVPool]:
+def forward(params: Params, batch: kvc.ForwardBatch, pool: MHATokenToKVPool, config: ModelConfig) -> tuple[Array, MHATokenToKVPool]:
     """Run the tokens of one step, write their K and V into the pool, and return the logits that follow each row.
 
     `batch` holds int32 arrays: input_ids, positions, out_cache_loc [tokens], live tokens packed in row order at the front;
@@ -77,9 +75,7 @@ def forward(
     """
     rows = batch.plan_input
     ends = jnp.cumsum(rows.extend_seq_lens)  # [rows]
-    row_of_token = jnp.searchsorted(
-        ends, jnp.arange(batch.input_ids.shape[0]), side="right"
-    )  # [tokens], == rows: padding
+    row_of_token = jnp.searchsorted(ends, jnp.arange(batch.input_ids.shape[0]), side="right")  # [tokens], == rows: padding
     is_live = row_of_token < ends.shape[0]
     request = jnp.where(is_live, rows.req_pool_indices[jnp.where(is_live, row_of_token, 0)], 0)  # [tokens]
 

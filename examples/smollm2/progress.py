@@ -14,7 +14,7 @@ class Progress:
         self._label = label
         self._stream = sys.stderr if stream is None else stream
         self._is_terminal = self._stream.isatty()
-        self._interval = 0.1 if self._is_terminal else 5.0
+        self._interval = 0.1 if self._is_terminal else 2.0
         self._start = self._last = time.monotonic()
         self._width = 0
 

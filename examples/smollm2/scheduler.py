@@ -31,9 +31,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if not self.token_buckets or self.token_buckets[-1] < self.max_batch:
-            raise ValueError(
-                f"`token_buckets` is {self.token_buckets}; the last must hold one token of each of {self.max_batch} rows."
-            )
+            raise ValueError(f"`token_buckets` is {self.token_buckets}; the last must hold one token of each of {self.max_batch} rows.")
 
     @property
     def max_reqs(self) -> int:
@@ -150,9 +148,7 @@ class Scheduler:
                 "both must be positive."
             )
         if needed > allowed:
-            raise ValueError(
-                f"Request {request.rid} may grow to {needed} tokens; the pool and the table take {allowed}."
-            )
+            raise ValueError(f"Request {request.rid} may grow to {needed} tokens; the pool and the table take {allowed}.")
         self.waiting.append(request)
 
     def schedule(self) -> StepBatch | None:

@@ -46,10 +46,6 @@ def load_tokenizer(reader: GGUFReader) -> Tokenizer:
     )
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, kind in zip(tokens, kinds, strict=True)
-            if kind == _CONTROL
-        ]
+        [AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
     )
     return Tokenizer(backend=backend, eos=int(metadata(reader, "tokenizer.ggml.eos_token_id")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jax_kvcanary._checks import ArrayLike
 from jax_kvcanary.buffers import CanaryBufferGroup, fresh_records
@@ -57,14 +57,13 @@ def mha_group(
     kv_token_id_vs_position_offset: int,
 ) -> CanaryBufferGroup:
     """A FULL group with fresh buffers for K, and for V where the configuration gives it a half."""
-    buffers: Callable[[], ArrayLike] = lambda: fresh_records(num_slots)  # noqa: E731
     with_v = config.enable_v_half
     return CanaryBufferGroup(
         kind=PoolKind.FULL,
-        k_head=buffers(),
-        k_tail=buffers(),
-        v_head=buffers() if with_v else None,
-        v_tail=buffers() if with_v else None,
+        k_head=fresh_records(num_slots),
+        k_tail=fresh_records(num_slots),
+        v_head=fresh_records(num_slots) if with_v else None,
+        v_tail=fresh_records(num_slots) if with_v else None,
         real_kv_sources_k=tuple(sources_k),
         real_kv_sources_v=tuple(sources_v) if with_v else (),
         kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,

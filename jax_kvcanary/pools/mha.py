@@ -55,7 +55,8 @@ class MHATokenToKVPool:
         Args:
             layer: which layer (static).
             slots: int [tokens]; negative ones and those past the pool are dropped.
-            k, v: (tokens, kv_heads, head_dim).
+            k: (tokens, kv_heads, head_dim).
+            v: (tokens, kv_heads, head_dim).
         """
         stored = {}
         for name, value in (("k_buffer", k), ("v_buffer", v)):

