@@ -186,21 +186,6 @@ def test_a_retracted_request_waits_before_the_others() -> None:
     assert requests[1].output == answer(requests[1])[: len(requests[1].output)] != []
 
 
-def test_long_prompts_do_not_starve_younger_requests() -> None:
-    limits = Limits(num_slots=128, max_batch=3, max_seq_len=40, chunk=8, token_buckets=(3, 12))
-    requests = [Request(0, (1, *range(20, 39)), 4), Request(1, (2, *range(20, 39)), 4), Request(2, (4,), 9, arrival_step=2)]
-    scheduler, shadow = Scheduler(limits, stop_token=-1), Shadow(limits.num_slots)
-    scheduler.add(requests[2])
-    work = []
-    while batch := scheduler.schedule():
-        work.append({request.rid: count for request, count in batch.work})
-        scheduler.commit(batch, shadow.step(batch, scheduler.table))
-        if len(work) == 1:
-            scheduler.add(requests[0])
-            scheduler.add(requests[1])
-    assert work[:4] == [{2: 1}, {2: 1, 0: 8, 1: 3}, {2: 1, 0: 8, 1: 3}, {2: 1, 0: 4, 1: 7}]
-
-
 def test_a_common_prefix_is_computed_once() -> None:
     limits = Limits(num_slots=64, max_batch=2, max_seq_len=32, chunk=32, token_buckets=(2, 32))
     stem = (1, 2, 4, 5, 6, 7)

@@ -161,8 +161,7 @@ class Scheduler:
         for request in list(self.running):
             if request.row == 0:
                 continue  # retracted just now in favour of an older one
-            younger = len(self.running) - self.running.index(request) - 1  # each of them keeps one token of the budget
-            if count := self._grant(request, budget - younger):
+            if count := self._grant(request, budget):
                 work.append((request, count))
                 budget -= count
         if retractions == self._counts["retractions"]:
