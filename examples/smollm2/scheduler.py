@@ -118,10 +118,10 @@ class Scheduler:
     is retracted: it loses its slots, goes back to the head of the queue and is prefilled again later, its answer so far included.
     """
 
-    def __init__(self, limits: Limits, *, stop_token: int, allocator: SlotAllocator | None = None) -> None:
+    def __init__(self, limits: Limits, *, stop_token: int) -> None:
         self.limits = limits
         self.stop_token = stop_token
-        self.allocator = SlotAllocator(limits.num_slots) if allocator is None else allocator
+        self.allocator = SlotAllocator(limits.num_slots)
         self.tree = RadixTree()
         self.table = np.full((limits.max_reqs, limits.max_seq_len), EMPTY, np.int32)
         self.waiting: deque[Request] = deque()
@@ -161,6 +161,7 @@ class Scheduler:
         for request in list(self.running):
             if request.row == 0:
                 continue  # retracted just now in favour of an older one
+            # The budget lasts for all of them: the older ones ask for no more than when the youngest was let in.
             if count := self._grant(request, budget):
                 work.append((request, count))
                 budget -= count
