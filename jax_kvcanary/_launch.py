@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jax_kvcanary._checks import ArrayLike, check_canary_buffer
-from jax_kvcanary._results import result_like
+from jax_kvcanary._results import results_like
 from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
 from jax_kvcanary.sources import RealKvSource, check_sources
 from jax_kvcanary.state import CanaryDeviceState
@@ -86,14 +86,14 @@ def call(
     # A result may vary over a mesh wherever one operand does. KV arrays vary as the canary buffer beside them does.
     typing_operands = [*operands, *log, *buffers]
     aliased = [(len(operands) + i, array) for i, array in enumerate([*log, *buffers] if writes else log)]
-    results = [result_like(tuple(array.shape), dtype=array.dtype, operands=typing_operands) for _, array in aliased]
+    types = [(tuple(array.shape), array.dtype) for _, array in aliased]
     positions = list(range(len(aliased)))
     if scratch_words is not None:
-        results.insert(len(log), result_like((scratch_words,), dtype=np.uint32, operands=typing_operands))
+        types.insert(len(log), ((scratch_words,), np.uint32))
         positions = [p if p < len(log) else p + 1 for p in positions]
     out = jax.ffi.ffi_call(
         target,
-        results,
+        results_like(types, typing_operands),
         input_output_aliases={operand: position for (operand, _), position in zip(aliased, positions, strict=True)},
     )(
         *arrays,

@@ -80,8 +80,14 @@ class CanaryConfig:
         values: dict[str, Any] = {"mode": CanaryMode.NONE}
         for suffix, (field, parse) in _ENV_FIELDS.items():
             text = environ.get(_ENV_PREFIX + suffix)
-            if text is not None:
-                values[field] = parse(_ENV_PREFIX + suffix, text.strip())
+            if text is None:
+                continue
+            value = parse(_ENV_PREFIX + suffix, text.strip())
+            try:
+                cls(**{"mode": CanaryMode.NONE, field: value})
+            except ValueError as error:  # the field's own message, under the name that the user set
+                raise ValueError(str(error).replace(f"`{field}", f"`{_ENV_PREFIX}{suffix}", 1)) from None
+            values[field] = value
         return cls(**values)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kvcanary._results import result_like
+from jax_kvcanary._results import results_like
 from jax_kvcanary.pallas.formulas import (
     MAX_ROW_BLOCK,
     EntryOutputs,
@@ -108,13 +108,12 @@ def _plan_jnp(arrays: PlanArrays, s: PlanStatics) -> PlanResults:
 def _plan_triton(arrays: PlanArrays, s: PlanStatics) -> PlanResults:
     """Both passes as Pallas kernels on Triton."""
     operands = [value for value in arrays if value is not None]
-    int32 = functools.partial(result_like, dtype=jnp.int32, operands=operands)
     rows_out = s.write_req_capacity + 1
     block = min(pl.next_power_of_2(rows_out), MAX_ROW_BLOCK)
     warps = min(pl.next_power_of_2(pl.cdiv(block, TILES.rows_per_warp)), TILES.max_rows_warps)
     verify_offsets, write_offsets, seeds, scalars = pl.pallas_call(
         functools.partial(_offsets_kernel, present=_present(arrays), statics=s, block=block),
-        out_shape=(int32((s.batch_size + 1,)), int32((rows_out,)), int32((max(s.write_req_capacity, 1),)), int32((3,))),
+        out_shape=_int32_results(operands, s.batch_size + 1, rows_out, max(s.write_req_capacity, 1), 3),
         grid=(1,),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         name="kvcanary_plan_offsets",
@@ -124,7 +123,7 @@ def _plan_triton(arrays: PlanArrays, s: PlanStatics) -> PlanResults:
         entries = EntryOutputs(
             *pl.pallas_call(
                 functools.partial(_entries_kernel, present=_present(arrays), statics=s, block=TILES.entries),
-                out_shape=(int32((s.verify_capacity,)),) * 4,
+                out_shape=_int32_results(operands, *(s.verify_capacity,) * 4),
                 grid=grid,
                 compiler_params=plgpu.CompilerParams(num_warps=TILES.entries_warps, num_stages=1),
                 name="kvcanary_plan_entries",
@@ -196,6 +195,10 @@ def _results(entries: EntryOutputs, rows: RowOutputs, scalars: jax.Array, s: Pla
         write_num_valid_reqs=jnp.full_like(scalars[0:1], s.batch_size),
         num_invalid_rows=scalars[2:3],
     )
+
+
+def _int32_results(operands: list[Any], *lengths: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(results_like([((length,), jnp.int32) for length in lengths], operands))
 
 
 def _present(arrays: PlanArrays) -> tuple[str, ...]:

@@ -173,7 +173,7 @@ def test_copies_would_be_seen():
         ("  %slice.1 = f32[1020,2,8]{2,1,0} slice(%p), slice={[1:1021], [0:2], [0:8]}", True),
         ("  ROOT %copy.2 = u8[1021,32]{1,0} copy(%p)", True),
         ("  ROOT copy.2 = u8[1021,31]{1,0} copy(p)", False),
-        ("  %c = (u8[1021,32]{1,0}, u8[1021,32]{1,0}, u32[]) copy-start(%p), metadata={op_name=\"a\"}", True),
+        ('  %c = (u8[1021,32]{1,0}, u8[1021,32]{1,0}, u32[]) copy-start(%p), metadata={op_name="a"}', True),
         ("  %x = u64[4084]{0} bitcast-convert(u8[1021,32]{1,0} %p)", True),
         ("  %x = u64[4083]{0} bitcast-convert(u8[4083,8]{1,0} %p)", False),
         ("  %d = bf16[1,1021,16]{2,1,0} dynamic-slice(%p, %i, %j, %k), dynamic_slice_sizes={1,1021,16}", True),

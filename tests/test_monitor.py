@@ -215,9 +215,7 @@ class Watched:
 
 def watched_reports(events, *keywords):
     """Reports of the steps 1, 2 and so on whose arrays note events under the number of their step."""
-    return [
-        make_report(step, array=partial(Watched, events, step), **each) for step, each in enumerate(keywords, start=1)
-    ]
+    return [make_report(step, array=partial(Watched, events, step), **each) for step, each in enumerate(keywords, start=1)]
 
 
 def test_observe_reads_one_step_late():

@@ -76,7 +76,7 @@ def test_allocate(pool_class, page_size):
 @pytest.mark.parametrize("pool_class", POOLS)
 @pytest.mark.parametrize(("num_slots", "page_size"), [(16, 5), (0, 1), (-5, 5), (5, 0), (3, 5)])
 def test_pages_must_fit(pool_class, num_slots, page_size):
-    with pytest.raises(ValueError, match="^`num_slots`") as caught:
+    with pytest.raises(ValueError, match=r"^`num_slots`") as caught:
         make_pool(pool_class, page_size, num_slots=num_slots)
     assert str(caught.value) == f"`num_slots` is {num_slots}, but it must be a positive multiple of `page_size` = {page_size}."
 
@@ -197,10 +197,10 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("pool_class", POOLS)
-def test_fingerprinted_bytes(pool_class, page_size, settings):
+@pytest.mark.parametrize(("name", "page_size"), [("all", 1), ("all", 5), ("partial", 5), ("two layers", 1), ("no V", 1), ("none", 1)])
+def test_fingerprinted_bytes(pool_class, page_size, name):
+    settings = SETTINGS[name]
     pool = fill(make_pool(pool_class, page_size))
     sweep = stamp(pool, settings, slots=[13, 4, 7])
     assert sweep(pool) == set()
@@ -287,7 +287,7 @@ def test_mode_none_binds_no_sources(pool_class):
 @pytest.mark.parametrize("layer", [LAYERS, -LAYERS - 1])
 @pytest.mark.parametrize("pool_class", POOLS)
 def test_a_layer_that_is_not_there(pool_class, layer):
-    with pytest.raises(ValueError, match="^`config") as caught:
+    with pytest.raises(ValueError, match=r"^`config") as caught:
         attach(make_pool(pool_class), real_kv_layers=(0, layer))
     assert str(caught.value) == f"`config.real_kv_layers` names layer {layer}, but the pool has {LAYERS} layers."
 
@@ -304,7 +304,7 @@ def test_kv_bytes_that_are_no_words():
 @pytest.mark.parametrize("axes", [2, 5])
 def test_arrays_of_another_rank(axes):
     array = jnp.zeros((3,) * axes)
-    with pytest.raises(ValueError, match="^`pool` has") as caught:
+    with pytest.raises(ValueError, match=r"^`pool` has") as caught:
         attach(FusedMHATokenToKVPool((array,)))
     shape = [3] * axes
     assert str(caught.value) == (
@@ -354,7 +354,10 @@ def unknown_class_text(*more):
 def test_unknown_class(monkeypatch):
     from jax_kvcanary.pools import attach as module
 
-    built_in = {key: value for key, value in module._ATTACHERS.items() if "jax_kvcanary" in getattr(key, "__module__", "") or isinstance(key, str)}
+    def is_built_in(key):  # other tests' classes may be registered too
+        return isinstance(key, str) or key.__module__.startswith("jax_kvcanary")
+
+    built_in = {key: value for key, value in module._ATTACHERS.items() if is_built_in(key)}
     monkeypatch.setattr(module, "_ATTACHERS", built_in)
     with pytest.raises(NotImplementedError) as caught:
         kvc.attach_canary_buffers(UnknownPool(), config())

@@ -56,7 +56,8 @@ def test_num_slots_is_the_brute_force_count():
         try:
             source = random_geometry(rng)
         except ValueError as error:
-            assert "but slot 0 needs the bytes" in str(error)
+            if "but slot 0 needs the bytes" not in str(error):
+                raise
             continue
         counts.append(source.num_slots)
         assert counts[-1] == slots_inside(source), source
@@ -158,9 +159,7 @@ def test_elements_below_a_byte_are_refused(dtype):
 def test_one_layer_of_a_stacked_pool(layer, mode):
     layers, slots, token = 3, 11, (2, 12)
     stacked = random_array((layers, slots, *token), jnp.bfloat16)
-    in_place = kvc.RealKvSource(
-        array=stacked, num_bytes_per_token=48, read_bytes=48, byte_offset=layer * slots * 48, row_stride_bytes=48
-    )
+    in_place = kvc.RealKvSource(array=stacked, num_bytes_per_token=48, read_bytes=48, byte_offset=layer * slots * 48, row_stride_bytes=48)
     alone = kvc.RealKvSource(array=stacked[layer], num_bytes_per_token=48, read_bytes=48)
     assert in_place.num_slots == (layers - layer) * slots
     got = written_hashes((in_place,), slots, mode)
@@ -319,7 +318,7 @@ def test_paths_lead_through_mappings_and_from_any_root():
 )
 def test_a_path_that_leads_nowhere(path, step, kind):
     spec = kvc.SourceSpec(path=path, num_bytes_per_token=64, read_bytes=64)
-    with pytest.raises(ValueError, match="^`pool` of class Pool has nothing at") as caught:
+    with pytest.raises(ValueError, match=r"^`pool` of class Pool has nothing at") as caught:
         spec.bind(Pool(np.zeros((5, 64), np.uint8)))
     assert str(caught.value) == f"`pool` of class Pool has nothing at {path!r}: step {step} failed on a {kind}."
 

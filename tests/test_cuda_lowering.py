@@ -1,0 +1,104 @@
+"""The programs for CUDA, lowered without a GPU: the plan's kernels compile to Triton, and the custom calls are named."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+import jax_kvcanary as kvc
+
+NUM_SLOTS, TOKENS, MAX_REQS, MAX_SEQ_LEN = 37, 17, 7, 13
+KERNELS = ("kvcanary_plan_offsets", "kvcanary_plan_entries")
+TARGETS = ("kvcanary_verify", "kvcanary_write")
+
+
+def abstract_gpu():
+    """Where there is no GPU, newer releases of JAX lower for a described one."""
+    if jax.default_backend() == "gpu":
+        return contextlib.nullcontext()
+    described = {"device_kind": "NVIDIA H100 80GB HBM3", "num_cores": None, "platform": "cuda"}
+    taken = inspect.signature(AbstractDevice).parameters
+    device = AbstractDevice(**{name: value for name, value in described.items() if name in taken})
+    return use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def cuda_text(function, *args):
+    """The module of a program for CUDA."""
+    with abstract_gpu():
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def occurrences(text, names):
+    """Custom calls of a target, or kernels of a name, in a module's text."""
+    return [len(re.findall(rf"custom_call @{name}\b|name = \"{name}\"", text)) for name in names]
+
+
+def ints(*shape):
+    return jnp.ones(shape, jnp.int32)
+
+
+def rows(bs, *, tokens=False):
+    return kvc.PlanInput(ints(bs), ints(bs), ints(bs), ints(bs) if tokens else None)
+
+
+def test_a_step_of_operations():
+    state = kvc.CanaryDeviceState.allocate(kvc.CanaryConfig("log", ring_capacity=3))
+
+    def step(inputs, table, tokens, buf, state):
+        plan = kvc.plan(inputs, table, verify_capacity=701, write_req_capacity=11)
+        state = kvc.verify_step(buf, plan.verify, state, tag=0)
+        return kvc.write_step(buf, plan.write, tokens, tokens, tokens, state, tag=0)
+
+    text = cuda_text(step, rows(5), ints(MAX_REQS, MAX_SEQ_LEN), ints(TOKENS), kvc.fresh_records(NUM_SLOTS), state)
+    assert occurrences(text, KERNELS) == [1, 1]
+    assert occurrences(text, TARGETS) == [1, 1]
+
+
+@pytest.mark.parametrize("swa_window_size", [0, 5])
+@pytest.mark.parametrize(
+    ("bs", "with_tokens", "with_lut"),
+    # A loop over blocks of rows is compiled for more than 4096 of them.
+    [*itertools.product((0, 1, 5), (False, True), (False, True)), (5003, False, False), (5003, True, True)],
+)
+def test_every_form_of_a_plan(bs, with_tokens, with_lut, swa_window_size):
+    def plan(inputs, table, lut, tokens):
+        return kvc.plan(
+            inputs,
+            table,
+            verify_capacity=1301,
+            swa_window_size=swa_window_size,
+            full_to_swa_index_mapping=lut,
+            expected_tokens=tokens,
+            kv_token_id_vs_position_offset=1,
+        )
+
+    table = ints(MAX_REQS, MAX_SEQ_LEN)
+    lut, tokens = ints(NUM_SLOTS) if with_lut else None, table if with_tokens else None
+    text = cuda_text(plan, rows(bs, tokens=with_tokens), table, lut, tokens)
+    assert occurrences(text, KERNELS) == [1, 1]
+
+
+def test_a_plan_without_room_for_entries_is_one_kernel():
+    text = cuda_text(lambda inputs, table: kvc.plan(inputs, table, verify_capacity=0), rows(3), ints(MAX_REQS, MAX_SEQ_LEN))
+    assert occurrences(text, KERNELS) == [1, 0]
+
+
+def test_a_step_of_the_loop():
+    pool = kvc.pools.MHATokenToKVPool.allocate(num_slots=NUM_SLOTS, num_layers=1, num_kv_heads=1, head_dim=8)
+    canary, state = kvc.install_canary(pool, kvc.CanaryConfig("log"), capacities=kvc.CanaryLaunchCapacities(701, 5))
+    batch = kvc.ForwardBatch(ints(TOKENS), ints(TOKENS), ints(TOKENS), rows(5), ints(MAX_REQS, MAX_SEQ_LEN))
+    text = cuda_text(canary.wrap(lambda _, pool: (None, pool)), state, batch, pool)
+    assert occurrences(text, KERNELS) == [1, 1]
+    assert occurrences(text, TARGETS) == [2, 2]
+
+
+def test_a_program_for_the_cpu_has_no_kernels():
+    text = jax.jit(lambda inputs, table: kvc.plan(inputs, table, verify_capacity=7)).trace(rows(3), ints(MAX_REQS, MAX_SEQ_LEN))
+    assert not any(occurrences(text.lower(lowering_platforms=("cpu",)).as_text(), KERNELS))
