@@ -5,6 +5,7 @@ Every message is a full sentence: the argument in backticks, what it was, and wh
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import jax
@@ -24,6 +25,28 @@ def as_array(value: ArrayLike) -> ArrayLike:
     return value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
 
 
+def check_array(value: Any, name: str) -> None:
+    """Raise TypeError unless the value has a dtype and a shape."""
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise TypeError(f"`{name}` is of type {type(value).__name__}, but it must be an array.")
+
+
+def check_type(value: Any, name: str, wanted: type, hint: str = "") -> None:
+    """Raise TypeError unless the value is an instance of the class."""
+    if not isinstance(value, wanted):
+        raise TypeError(f"`{name}` is of type {type(value).__name__}, but it must be a {wanted.__name__}{hint}.")
+
+
+def check_enum(value: Any, name: str, kind: type[IntEnum]) -> Any:
+    """The member of an enumeration that the value names; ValueError lists the members."""
+    if not isinstance(value, bool):
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    raise ValueError(f"`{name}` is {value!r}, but it must be one of {', '.join(f'{m.name} ({m.value})' for m in kind)}.")
+
+
 def check_shape(value: ArrayLike, name: str, shape: tuple[int | None, ...], meaning: str) -> None:
     """Raise ValueError unless the shape matches; None in ``shape`` allows any length of that axis."""
     got = tuple(value.shape)
@@ -33,7 +56,8 @@ def check_shape(value: ArrayLike, name: str, shape: tuple[int | None, ...], mean
 
 
 def check_dtype(value: ArrayLike, name: str, *dtypes: Any) -> None:
-    """Raise TypeError unless the dtype is one of those given."""
+    """Raise TypeError unless the value is an array of one of the dtypes given."""
+    check_array(value, name)
     allowed = [np.dtype(dtype) for dtype in dtypes]
     if np.dtype(value.dtype) not in allowed:
         raise TypeError(f"`{name}` has dtype {value.dtype}, but it must be {' or '.join(str(d) for d in allowed)}.")
@@ -50,8 +74,6 @@ def check_int(value: Any, name: str, low: int, high: int, why: str = "") -> int:
 
 def check_canary_buffer(value: ArrayLike, name: str) -> int:
     """Check a canary buffer, uint8 [num_slots, 32], and return its number of slots."""
-    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-        raise TypeError(f"`{name}` is of type {type(value).__name__}, but it must be an array.")
     check_dtype(value, name, np.uint8)
     check_shape(value, name, (None, CANARY_SLOT_BYTES), "a canary buffer of 32-byte records")
     return check_int(value.shape[0], f"{name}.shape[0]", 1, INT32_MAX, ", since a pool has at least its padding slot")

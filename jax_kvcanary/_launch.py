@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_kvcanary._checks import ArrayLike, check_canary_buffer
+from jax_kvcanary._checks import ArrayLike, check_canary_buffer, check_enum
 from jax_kvcanary._results import results_like
 from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
 from jax_kvcanary.sources import RealKvSource, check_sources
@@ -30,21 +30,12 @@ class Endpoint:
 
     canary_buf: ArrayLike
     tag: CanaryLaunchTag
-    sources: tuple[RealKvSource, ...] = ()
+    sources: Sequence[RealKvSource] = ()
 
     def checked(self, mode: RealKvHashMode) -> Endpoint:
         """The endpoint with its buffer, tag and sources checked, and no sources where the mode hashes nothing."""
         num_slots = check_canary_buffer(self.canary_buf, "canary_buf")
-        return Endpoint(self.canary_buf, check_tag(self.tag), check_sources(self.sources, mode, num_slots))
-
-
-def check_tag(tag: Any) -> CanaryLaunchTag:
-    """The launch tag as an enumeration; ValueError names the allowed ones."""
-    try:
-        return CanaryLaunchTag(tag)
-    except ValueError:
-        allowed = ", ".join(f"{t.name} ({t.value})" for t in CanaryLaunchTag)
-        raise ValueError(f"`tag` is {tag!r}, but it must be one of {allowed}.") from None
+        return Endpoint(self.canary_buf, check_enum(self.tag, "tag", CanaryLaunchTag), check_sources(self.sources, mode, num_slots))
 
 
 def call(
@@ -83,8 +74,6 @@ def call(
         (source.page_size, source.bytes_read(mode), source.byte_offset, source.row_stride, source.token_stride) for source in sources
     ]
 
-    # A result may vary over a mesh wherever one operand does. KV arrays vary as the canary buffer beside them does.
-    typing_operands = [*operands, *log, *buffers]
     aliased = [(len(operands) + i, array) for i, array in enumerate([*log, *buffers] if writes else log)]
     types = [(tuple(array.shape), array.dtype) for _, array in aliased]
     positions = list(range(len(aliased)))
@@ -93,7 +82,7 @@ def call(
         positions = [p if p < len(log) else p + 1 for p in positions]
     out = jax.ffi.ffi_call(
         target,
-        results_like(types, typing_operands),
+        results_like(types, arrays),
         input_output_aliases={operand: position for (operand, _), position in zip(aliased, positions, strict=True)},
     )(
         *arrays,

@@ -1,4 +1,8 @@
-"""Types of results that a custom call or a kernel adds to a program."""
+"""Types of results that a custom call or a kernel adds to a program.
+
+Under ``shard_map`` a value that is not said to vary over a mesh axis is taken to be the same everywhere. A result varies
+wherever one operand does.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,16 @@ import jax
 import jax.numpy as jnp
 
 
-def results_like(types: Sequence[tuple[tuple[int, ...], Any]], operands: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """Result types for the shapes and dtypes given, for results that depend on all operands.
+def varying_zero(operands: Sequence[Any]) -> jax.Array:
+    """An int32 zero that varies over a mesh wherever one of the operands does. It costs nothing: it sums up no elements."""
+    return sum((jnp.sum(jnp.ravel(value)[:0] != 0, dtype=jnp.int32) for value in operands), jnp.zeros((), jnp.int32))
 
-    Under ``shard_map`` a result that is not said to vary over a mesh axis is taken to be the same everywhere. The types
-    come from tracing a sum over the operands, so that results vary wherever one operand does.
-    """
+
+def results_like(types: Sequence[tuple[tuple[int, ...], Any]], operands: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Result types for the shapes and dtypes given, varying as the operands do."""
 
     def depend_on_all(*values: Any) -> list[jax.Array]:
-        zero = sum((jnp.sum(jnp.ravel(v)[:0] != 0, dtype=jnp.int32) for v in values), jnp.zeros((), jnp.int32))
+        zero = varying_zero(values)
         return [jnp.broadcast_to(zero.astype(dtype), shape) for shape, dtype in types]
 
     with jax.enable_x64(True):  # int64 operands keep their type

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_kvcanary._checks import ArrayLike, check_int, index_array
+from jax_kvcanary._checks import ArrayLike, check_enum, check_int, check_type, index_array
 from jax_kvcanary._ffi import CUDA_MISSING
 from jax_kvcanary.batch import ForwardBatch
 from jax_kvcanary.buffers import CanaryBufferGroup
@@ -138,8 +138,7 @@ class Canary:
             TypeError, ValueError: as for :meth:`pre_forward`.
         """
         self._check(state, batch)
-        if not isinstance(step, CanaryStep):
-            raise TypeError(f"`step` is of type {type(step).__name__}, but it must be the CanaryStep that pre_forward returned.")
+        check_type(step, "step", CanaryStep, ", as pre_forward returned it")
         groups, device_state = [], state.device_state
         for group, group_plan, slots in zip(state.groups, step.plans, step.out_cache_locs, strict=True):
             group, device_state = self._verify_and_write("tail", group, group_plan, slots, batch, device_state, pool)
@@ -164,12 +163,13 @@ class Canary:
         Raises:
             ValueError: the canary has no such group.
         """
-        self._check(state)
+        check_type(state, "state", CanaryState)
+        kind = check_enum(kind, "kind", PoolKind)
         device_state = state.device_state
-        chosen = [group for group in state.groups if group.kind is PoolKind(kind)]
+        chosen = [group for group in state.groups if group.kind is kind]
         if not chosen:
             have = ", ".join(group.kind.name for group in state.groups)
-            raise ValueError(f"`kind` is {PoolKind(kind).name}, but this canary has the groups {have}.")
+            raise ValueError(f"`kind` is {kind.name}, but this canary has the groups {have}.")
         for group in chosen:
             device_state = verify_launch(
                 group.endpoints("sweep", pool),
@@ -202,7 +202,7 @@ class Canary:
 
     def mark_init_finished(self, state: CanaryState) -> CanaryState:
         """Turn the chain-position check on: warm-up, whose positions follow nothing, is over."""
-        self._check(state)
+        check_type(state, "state", CanaryState)
         on = jnp.ones_like(state.device_state.enable_chain_position_assert)
         return CanaryState(state.groups, dataclasses.replace(state.device_state, enable_chain_position_assert=on))
 
@@ -217,7 +217,7 @@ class Canary:
                 and so are slot 0 and indices past the pool.
             pool: the live pool; only its SWA table is read.
         """
-        self._check(state)
+        check_type(state, "state", CanaryState)
         slots = index_array(slots, "slots", (None,), "full-pool slots to release")
         groups = []
         for group in state.groups:
@@ -230,13 +230,9 @@ class Canary:
             groups.append(group.with_buffers(**fresh))
         return CanaryState(tuple(groups), state.device_state)
 
-    def _check(self, state: CanaryState, batch: ForwardBatch | None = None) -> None:
-        if not isinstance(state, CanaryState):
-            raise TypeError(f"`state` is of type {type(state).__name__}, but it must be a CanaryState.")
-        if batch is None:
-            return
-        if not isinstance(batch, ForwardBatch):
-            raise TypeError(f"`batch` is of type {type(batch).__name__}, but it must be a ForwardBatch.")
+    def _check(self, state: CanaryState, batch: ForwardBatch) -> None:
+        check_type(state, "state", CanaryState)
+        check_type(batch, "batch", ForwardBatch)
         for name in ("expected_input_tokens", "expected_input_positions"):
             given = getattr(batch, name) is not None
             if given != self.config.enable_write_input_assert:
@@ -321,10 +317,8 @@ def install_canary(
         NotImplementedError: no attacher for the pool's class. RuntimeError: the pool is on a GPU and the CUDA module is missing.
         TypeError, ValueError: a wrong argument.
     """
-    if not isinstance(config, CanaryConfig):
-        raise TypeError(f"`config` is of type {type(config).__name__}, but it must be a CanaryConfig.")
-    if not isinstance(capacities, CanaryLaunchCapacities):
-        raise TypeError(f"`capacities` is of type {type(capacities).__name__}, but it must be CanaryLaunchCapacities.")
+    check_type(config, "config", CanaryConfig)
+    check_type(capacities, "capacities", CanaryLaunchCapacities)
     check_int(swa_window_size, "swa_window_size", 0, INT32_MAX)
     if config.mode is CanaryMode.NONE:
         return None, None

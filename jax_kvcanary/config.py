@@ -117,6 +117,7 @@ class CanaryLaunchCapacities:
             verify_capacity: overrides the default.
         """
         check_int(pool_slot_count, "pool_slot_count", 1, INT32_MAX)
+        check_int(max_batch_size, "max_batch_size", 1, INT32_MAX - 1)
         if verify_capacity is None:
             verify_capacity = min(3 * pool_slot_count, INT32_MAX - 1)
         return cls(verify_capacity=verify_capacity, write_req_capacity=max_batch_size)

@@ -7,6 +7,7 @@ import logging
 import jax
 import numpy as np
 
+from jax_kvcanary._checks import check_type
 from jax_kvcanary.canary import Canary, CanaryReport, CanaryState
 from jax_kvcanary.config import CanaryMode
 from jax_kvcanary.constants import CanaryLaunchTag
@@ -24,8 +25,7 @@ class CanaryMonitor:
     """
 
     def __init__(self, canary: Canary) -> None:
-        if not isinstance(canary, Canary):
-            raise TypeError(f"`canary` is of type {type(canary).__name__}, but it must be a Canary, as install_canary returns it.")
+        check_type(canary, "canary", Canary, ", as install_canary returns it")
         self._canary = canary
         self._pending: CanaryReport | None = None
         self._rows_seen = 0
@@ -51,8 +51,7 @@ class CanaryMonitor:
                 taken this report by then and the state is sound, so that the caller may go on.
         """
         del state
-        if not isinstance(report, CanaryReport):
-            raise TypeError(f"`report` is of type {type(report).__name__}, but it must be a CanaryReport.")
+        check_type(report, "report", CanaryReport)
         for array in jax.tree.leaves(report.summary):
             array.copy_to_host_async()
         previous, self._pending = self._pending, report
@@ -72,8 +71,9 @@ class CanaryMonitor:
 
     def _handle(self, report: CanaryReport) -> None:
         summary = jax.tree.map(np.asarray, report.summary)
-        # The first group's tail runs once for verify and once for write in every pass.
-        step = int(to_int64(summary.kernel_run_counters)[CanaryLaunchTag.TAIL_K_FULL] // 2)
+        # In every pass the tail of each group runs once to verify and once to write; a canary can lack one of the groups.
+        runs = to_int64(summary.kernel_run_counters)
+        step = int(max(runs[CanaryLaunchTag.TAIL_K_FULL], runs[CanaryLaunchTag.TAIL_K_SWA]) // 2)
         earliest, self._last_step = min(self._last_step + 1, step), step
         self._warn_about_gaps(summary, step)
 

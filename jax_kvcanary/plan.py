@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jax_kvcanary._checks import ArrayLike, as_array, check_int, index_array, token_array
+from jax_kvcanary._checks import ArrayLike, as_array, check_int, check_type, index_array, token_array
 from jax_kvcanary.constants import INT32_MAX
 from jax_kvcanary.pallas import PlanArrays, PlanStatics, gather, plan_arrays, translate
 
@@ -131,8 +131,7 @@ def plan(
     Raises:
         TypeError: a dtype other than int32 and int64. ValueError: a wrong rank, length or range.
     """
-    if not isinstance(inputs, PlanInput):
-        raise TypeError(f"`inputs` is of type {type(inputs).__name__}, but it must be a PlanInput.")
+    check_type(inputs, "inputs", PlanInput)
     batch = index_array(inputs.req_pool_indices, "inputs.req_pool_indices", (None,), "one request row for each row of the batch")
     bs = batch.shape[0]
     row = f"the batch of {bs} rows"

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvcanary._checks import ArrayLike, check_int
+from jax_kvcanary._checks import ArrayLike, check_array, check_int, check_type
 from jax_kvcanary.constants import MAX_REAL_KV_SOURCES, PARTIAL_READ_BYTES, RealKvHashMode
 
 #: Largest byte count that a handler takes; offsets inside it stay far from int64 overflow.
@@ -181,26 +181,19 @@ def check_sources(sources: Any, mode: Any, num_slots: int) -> tuple[RealKvSource
     Raises:
         TypeError: not a sequence of sources. ValueError: too many, or one that is too small for the buffer's slots.
     """
+    if not isinstance(sources, (tuple, list)):
+        raise TypeError(f"`real_kv_sources` is of type {type(sources).__name__}, but it must be a sequence of RealKvSource.")
     sources = tuple(sources)
     if len(sources) > MAX_REAL_KV_SOURCES:
         raise ValueError(f"`real_kv_sources` has {len(sources)} sources, but one launch folds at most {MAX_REAL_KV_SOURCES}.")
     for i, source in enumerate(sources):
-        if not isinstance(source, RealKvSource):
-            raise TypeError(f"`real_kv_sources[{i}]` is of type {type(source).__name__}, but it must be a RealKvSource.")
+        check_type(source, f"real_kv_sources[{i}]", RealKvSource)
+        check_array(source.array, f"real_kv_sources[{i}].array")
         if source.num_slots < num_slots:
             raise ValueError(
                 f"`real_kv_sources[{i}]` has the bytes of {source.num_slots} slots, but the canary buffer has {num_slots} slots."
             )
     return sources if mode is not RealKvHashMode.NONE else ()
-
-
-def check_mode(mode: Any) -> RealKvHashMode:
-    """The hash mode as an enumeration; ValueError names the allowed ones."""
-    try:
-        return RealKvHashMode(mode)
-    except ValueError:
-        allowed = ", ".join(f"{m.name} ({m.value})" for m in RealKvHashMode)
-        raise ValueError(f"`real_kv_hash_mode` is {mode!r}, but it must be one of {allowed}.") from None
 
 
 def item_bytes(dtype: Any) -> int:

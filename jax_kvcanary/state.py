@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvcanary._checks import ArrayLike, check_dtype, check_int, check_shape
+from jax_kvcanary._checks import ArrayLike, check_dtype, check_int, check_shape, check_type
 from jax_kvcanary.config import CanaryConfig
 from jax_kvcanary.constants import FAIL_REASON_COLUMNS, INT32_MAX, NUM_LAUNCH_TAGS, VIOLATION_FIELDS
 
@@ -128,6 +128,7 @@ class CanaryDeviceState:
         Raises:
             ValueError: one of the two sizes is missing or not called for.
         """
+        check_type(config, "config", CanaryConfig)
         sizes = {"req_to_token_alloc_size": req_to_token_alloc_size, "max_context_len": max_context_len}
         for name, size in sizes.items():
             if config.enable_verify_token_assert and size is None:
@@ -156,8 +157,8 @@ def check_device_state(state: Any, name: str = "device_state") -> CanaryDeviceSt
     Raises:
         TypeError: not a CanaryDeviceState, or a field of another dtype. ValueError: a field of another shape.
     """
-    if not isinstance(state, CanaryDeviceState):
-        raise TypeError(f"`{name}` is of type {type(state).__name__}, but it must be a CanaryDeviceState.")
+    check_type(state, name, CanaryDeviceState)
+    check_type(state.violation_log, f"{name}.violation_log", ViolationLog)
     log = state.violation_log
     for field, value, dtype, shape in (
         ("violation_log.violation_ring", log.violation_ring, np.uint32, (None, VIOLATION_FIELDS, 2)),

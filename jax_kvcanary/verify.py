@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from jax_kvcanary import _launch
-from jax_kvcanary._checks import ArrayLike, check_dtype, check_shape
+from jax_kvcanary._checks import ArrayLike, check_array, check_dtype, check_enum, check_shape, check_type
 from jax_kvcanary._ffi import VERIFY_TARGET
 from jax_kvcanary._launch import Endpoint
 from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
 from jax_kvcanary.plan import VerifyPlan
-from jax_kvcanary.sources import RealKvSource, check_mode
+from jax_kvcanary.sources import RealKvSource
 from jax_kvcanary.state import CanaryDeviceState, check_device_state
 
 
@@ -45,7 +45,7 @@ def verify_step(
         TypeError: a wrong type or dtype. ValueError: a wrong shape, tag, mode or source geometry.
     """
     return verify_launch(
-        [Endpoint(canary_buf, tag, tuple(real_kv_sources))],
+        [Endpoint(canary_buf, tag, real_kv_sources)],
         plan,
         device_state,
         mode=real_kv_hash_mode,
@@ -62,7 +62,7 @@ def verify_launch(
     check_expected_token: bool,
 ) -> CanaryDeviceState:
     """Verify one plan against several canary buffers in one custom call."""
-    mode = check_mode(mode)
+    mode = check_enum(mode, "real_kv_hash_mode", RealKvHashMode)
     check_flag(check_expected_token, "check_expected_token")
     _, state = _launch.call(
         VERIFY_TARGET,
@@ -82,8 +82,8 @@ def check_flag(value: Any, name: str) -> None:
 
 
 def _plan_operands(plan: VerifyPlan) -> list[ArrayLike]:
-    if not isinstance(plan, VerifyPlan):
-        raise TypeError(f"`plan` is of type {type(plan).__name__}, but it must be a VerifyPlan, such as the `verify` of a Plan.")
+    check_type(plan, "plan", VerifyPlan, ", such as the `verify` of a Plan")
+    check_array(plan.verify_slot_indices, "plan.verify_slot_indices")
     capacity = plan.verify_slot_indices.shape[0] if plan.verify_slot_indices.shape else None
     operands = []
     for name, shape in (

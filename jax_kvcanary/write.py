@@ -8,12 +8,12 @@ import jax
 import numpy as np
 
 from jax_kvcanary import _launch
-from jax_kvcanary._checks import ArrayLike, check_dtype, check_shape, integer_array
+from jax_kvcanary._checks import ArrayLike, check_array, check_dtype, check_enum, check_shape, check_type, integer_array
 from jax_kvcanary._ffi import WRITE_TARGET
 from jax_kvcanary._launch import Endpoint
 from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
 from jax_kvcanary.plan import WritePlan
-from jax_kvcanary.sources import RealKvSource, check_mode
+from jax_kvcanary.sources import RealKvSource
 from jax_kvcanary.state import CanaryDeviceState, check_device_state
 
 #: uint32 words of the scratch that keeps one row's seed: hash and position.
@@ -57,7 +57,7 @@ def write_step(
             the other.
     """
     buffers, state = write_launch(
-        [Endpoint(canary_buf, tag, tuple(real_kv_sources))],
+        [Endpoint(canary_buf, tag, real_kv_sources)],
         plan,
         input_ids,
         positions,
@@ -83,7 +83,7 @@ def write_launch(
     expected_input_positions: ArrayLike | None = None,
 ) -> tuple[list[jax.Array], CanaryDeviceState]:
     """Write one step's records into several canary buffers in one custom call."""
-    mode = check_mode(mode)
+    mode = check_enum(mode, "real_kv_hash_mode", RealKvHashMode)
     plan_operands = _plan_operands(plan)
     ids = integer_array(input_ids, "input_ids", (None,), "one token each")
     of_tokens = (ids.shape[0],)
@@ -119,8 +119,8 @@ def write_launch(
 
 
 def _plan_operands(plan: WritePlan) -> list[ArrayLike]:
-    if not isinstance(plan, WritePlan):
-        raise TypeError(f"`plan` is of type {type(plan).__name__}, but it must be a WritePlan, such as the `write` of a Plan.")
+    check_type(plan, "plan", WritePlan, ", such as the `write` of a Plan")
+    check_array(plan.write_seed_slot_indices, "plan.write_seed_slot_indices")
     rows = plan.write_seed_slot_indices.shape[0] if plan.write_seed_slot_indices.shape else 0
     operands = []
     for name, shape in (("write_offsets", (rows + 1,)), ("write_seed_slot_indices", (rows,)), ("write_num_valid_reqs", (1,))):

@@ -161,15 +161,12 @@ def gather(array: jax.Array, index: tuple[jax.Array, ...], mask: jax.Array, othe
 
 def _row_of_entry(load: Load, verify_offsets: Any, entries: jax.Array, live: jax.Array, s: PlanStatics) -> jax.Array:
     """Binary search for the last row whose first entry is not behind the entry."""
-
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # verify_offsets[low] <= entry < verify_offsets[high]
+    low, high = jnp.zeros_like(entries), jnp.full_like(entries, s.batch_size)
+    for _ in range(max(s.batch_size - 1, 0).bit_length()):  # offsets[low] <= entry < offsets[high]
         middle = (low + high) >> 1
         at_or_before = load(verify_offsets, (middle,), live, 0) <= entries
-        return jnp.where(at_or_before, middle, low), jnp.where(at_or_before, high, middle)
-
-    bounds = (jnp.zeros_like(entries), jnp.full_like(entries, s.batch_size))
-    return jax.lax.fori_loop(0, max(s.batch_size - 1, 0).bit_length(), halve, bounds)[0]
+        low, high = jnp.where(at_or_before, middle, low), jnp.where(at_or_before, high, middle)
+    return low
 
 
 def _saturating_offsets(lengths: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kvcanary._results import results_like
+from jax_kvcanary._results import results_like, varying_zero
 from jax_kvcanary.pallas.formulas import (
     MAX_ROW_BLOCK,
     EntryOutputs,
@@ -91,7 +91,7 @@ def _plan_jnp(arrays: PlanArrays, s: PlanStatics) -> PlanResults:
         out, after = plan_rows(gather, arrays, index * block + jnp.arange(block, dtype=jnp.int32), before, s)
         return after, out
 
-    zero = jnp.min(arrays.req_pool_indices, initial=0) * 0  # varies over a mesh as the batch does
+    zero = varying_zero([array for array in arrays if array is not None])  # a loop's carry varies from its start
     totals, out = jax.lax.scan(step, RowSums(zero, zero, zero), jnp.arange(blocks, dtype=jnp.int32))
     verify_offsets, write_offsets, seeds = (part.reshape(-1) for part in out)
     num_valid, enable = _verify_extent(totals.verify, s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -266,17 +265,14 @@ def test_bad_capacities(name):
     assert_raises(TypeError, text, kvc.CanaryLaunchCapacities, **{**good, name: None})
 
 
-names_the_field = partial(pytest.param, marks=pytest.mark.xfail(reason="library: from_pool names the field and not its argument"))
-
-
 @pytest.mark.parametrize(
     ("args", "error", "text"),
     [
         ((0, 3), ValueError, "`pool_slot_count` is 0, but it must be between 1 and 2147483647."),
         ((2**31, 3), ValueError, "`pool_slot_count` is 2147483648, but it must be between 1 and 2147483647."),
         ((5.0, 3), TypeError, "`pool_slot_count` is 5.0 of type float, but it must be an int."),
-        names_the_field((5, 0), ValueError, "`max_batch_size` is 0, but it must be between 1 and 2147483646."),
-        names_the_field((5, "3"), TypeError, "`max_batch_size` is '3' of type str, but it must be an int."),
+        ((5, 0), ValueError, "`max_batch_size` is 0, but it must be between 1 and 2147483646."),
+        ((5, "3"), TypeError, "`max_batch_size` is '3' of type str, but it must be an int."),
     ],
 )
 def test_bad_arguments_of_from_pool(args, error, text):

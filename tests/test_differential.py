@@ -86,20 +86,16 @@ def convert_plan_keywords(keywords: dict[str, Any], backend: Backend) -> dict[st
 
 def all_rows(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> np.ndarray:
     """Every row that a launch finds, run on the reference with a ring that has room for all."""
-    out = operation(*args[:-1], dataclasses.replace(fresh_state(999), **_switches(args[-1])), **keywords)
+    state = fresh_state(999, chain_assert=int(args[-1].enable_chain_position_assert[0]))
+    out = operation(*args[:-1], state, **keywords)
     return log_rows(out[1] if isinstance(out, tuple) else out)
-
-
-def _switches(state: Any) -> dict[str, Any]:
-    return {"enable_chain_position_assert": state.enable_chain_position_assert}
 
 
 def check_log(got: Any, want: Any, before: Any, rows: np.ndarray) -> None:
     """Compare logs and counters; where the ring had no room for all rows, any of them may stay."""
-    earlier = before.violation_log.count()
-    room = before.violation_log.violation_ring.shape[0] - earlier
-    overflows = len(rows) > room
-    assert_same_state(got, want, rows_before=min(earlier, earlier + room), all_rows=rows if overflows else None)
+    earlier, capacity = before.violation_log.count(), before.violation_log.violation_ring.shape[0]
+    overflows = earlier + len(rows) > capacity
+    assert_same_state(got, want, rows_before=min(earlier, capacity), all_rows=rows if overflows else None)
 
 
 @pytest.mark.parametrize(("backend_name", "examples"), DEVICE_BACKENDS)

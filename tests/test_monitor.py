@@ -284,7 +284,6 @@ def test_a_sweep_belongs_to_the_step_before_it():
     assert steps_of(monitor) == [(1, 1), (1, 1)]
 
 
-@pytest.mark.xfail(reason="library: a canary without a FULL group counts no steps")
 def test_steps_of_a_canary_with_a_window_group_alone():
     monitor = make_monitor()
     handle(monitor, make_report(1, [row(3, Tag.TAIL_K_SWA)], tag=Tag.TAIL_K_SWA))

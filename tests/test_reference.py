@@ -346,9 +346,12 @@ class TestWrite:
         assert len(rows) == 1
 
     def test_chain_position_and_input_assert_are_rows_of_their_own(self, backend):
-        _, rows = self.write(backend, {2: [11, 0, ANCHOR, 0]}, [(1, 2)], [(4, 12, 3)], expected=[(12, 1)])
-        assert multiset(rows) == multiset([[4, 3, 12, 12, AFTER_11, 1, WRITE_POSITION], [4, 3, 12, 12, AFTER_11, 1, WRITE_POSITION]])
-        assert self.counters.reasons == [0, 0, 0, 0, 2, 0, 0, 0]
+        """The chain's row knows no other token than the one written."""
+        _, rows = self.write(backend, {2: [11, 0, ANCHOR, 0]}, [(1, 2)], [(4, 12, 3)], expected=[(77, 1)])
+        assert multiset(rows) == multiset(
+            [[4, 3, 12, 77, AFTER_11, 1, WRITE_TOKEN | WRITE_POSITION], [4, 3, 12, 12, AFTER_11, 1, WRITE_POSITION]]
+        )
+        assert self.counters.reasons == [0, 0, 0, 1, 2, 0, 0, 0]
 
     def test_later_entry_of_a_row_stays(self, backend):
         stored, rows = self.write(backend, {}, [(3, -1)], [(2, 11, 0), (2, 12, 1), (1, 13, 2)])
@@ -646,6 +649,16 @@ class TestArguments:
         getattr(backend, operation)(*args, **keywords)
         for leaf, was in zip(jax.tree.leaves(args), jax.tree.leaves(before), strict=True):
             np.testing.assert_array_equal(leaf, was)
+
+    @pytest.mark.parametrize("dtype", [np.int64, np.float64])
+    def test_numpy_sources_keep_their_64_bits(self, backend, dtype):
+        """With 64-bit types off, JAX would halve them; twice as many slots as needed would hide that."""
+        words = np.arange(1, 31, dtype=dtype).reshape(15, 2)
+        source = RealKvSource(array=words, num_bytes_per_token=16, read_bytes=16)
+        args, keywords = self.write_args(real_kv_sources=(source,), real_kv_hash_mode=2)
+        buf, _ = backend.write_step(*args, **keywords)
+        raw = words.view(np.uint64).tolist()
+        assert fields(buf)[2:4, 3].tolist() == [signed(mix(mix(mix(a) ^ b))) for a, b in raw[2:4]]
 
     PLAN_ERRORS = (
         (TypeError, {"inputs": (1, 2)}, "`inputs` is of type tuple, but it must be a PlanInput."),

@@ -15,7 +15,7 @@ from jax_kvcanary.state import to_int64
 
 #: Every case runs on the reference and jitted; where a case compiles programs of its own, the other backends run some of them.
 STRIDES = {
-    "plan": {"eager": 5, "int64": 9, "jit_int64": 9, "jit_x64": 9},
+    "plan": {"eager": 7, "int64": 17, "jit_int64": 17, "jit_x64": 17},
     "verify": {"int64": 3, "jit_int64": 3, "jit_x64": 3},
     "write": {"int64": 3, "jit_int64": 3, "jit_x64": 3},
 }

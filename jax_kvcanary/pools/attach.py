@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jax_kvcanary._checks import check_int
+from jax_kvcanary._checks import check_int, check_type
 from jax_kvcanary.buffers import CanaryBufferGroup
 from jax_kvcanary.config import CanaryConfig
 from jax_kvcanary.constants import INT32_MAX
@@ -56,8 +56,7 @@ def attach_canary_buffers(pool: Any, config: CanaryConfig, *, kv_token_id_vs_pos
         NotImplementedError: no attacher for the pool's class; the text lists those there are.
         ValueError: a layer that the pool does not have, or KV bytes that cannot be hashed in 8-byte words.
     """
-    if not isinstance(config, CanaryConfig):
-        raise TypeError(f"`config` is of type {type(config).__name__}, but it must be a CanaryConfig.")
+    check_type(config, "config", CanaryConfig)
     check_int(kv_token_id_vs_position_offset, "kv_token_id_vs_position_offset", -INT32_MAX, INT32_MAX)
     pool_class = type(pool)
     name = f"{pool_class.__module__}.{pool_class.__qualname__}"

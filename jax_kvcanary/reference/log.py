@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_kvcanary._launch import check_tag
-from jax_kvcanary.constants import INT32_MAX, FailReason
+from jax_kvcanary._checks import check_enum
+from jax_kvcanary.constants import INT32_MAX, CanaryLaunchTag, FailReason
 from jax_kvcanary.reference.hashes import to_signed
 from jax_kvcanary.state import CanaryDeviceState, ViolationLog, check_device_state, from_int64, to_int64
 
@@ -19,7 +19,7 @@ class Launch:
     def __init__(self, device_state: CanaryDeviceState, tag: Any) -> None:
         check_device_state(device_state)
         self._before = device_state
-        self._tag = check_tag(tag)
+        self._tag = check_enum(tag, "tag", CanaryLaunchTag)
         self._ring = np.array(to_int64(device_state.violation_log.violation_ring))
         self._write_index = device_state.violation_log.count()
         self._kernel_runs = np.array(to_int64(device_state.kernel_run_counters))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_kvcanary._checks import ArrayLike, as_array, check_dtype, check_int, check_shape
+from jax_kvcanary._checks import ArrayLike, as_array, check_dtype, check_int, check_shape, check_type
 from jax_kvcanary.constants import INT32_MAX, REQ_POOL_IDX_PADDING
 from jax_kvcanary.plan import Plan, PlanInput, VerifyPlan, WritePlan
 
@@ -154,8 +154,7 @@ def _is_valid(row: Row, max_reqs: int, max_seq_len: int) -> bool:
 
 def _check_rows(inputs: PlanInput, *, needs_valid_lens: bool) -> list[Row]:
     """The rows of a batch; without a table of expected tokens none of them is valid."""
-    if not isinstance(inputs, PlanInput):
-        raise TypeError(f"`inputs` is of type {type(inputs).__name__}, but it must be a PlanInput.")
+    check_type(inputs, "inputs", PlanInput)
     batch = indices(inputs.req_pool_indices, "inputs.req_pool_indices", (None,), "one request row for each row of the batch")
     of_batch = f"the batch of {len(batch)} rows"
     prefix_lens = indices(inputs.prefix_lens, "inputs.prefix_lens", batch.shape, of_batch)

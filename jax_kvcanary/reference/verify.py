@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from jax_kvcanary._checks import ArrayLike, check_canary_buffer, check_dtype, check_shape
+from jax_kvcanary._checks import ArrayLike, check_array, check_canary_buffer, check_dtype, check_enum, check_shape, check_type
 from jax_kvcanary.constants import TOKEN_TO_KV_SLOT_PADDING, CanaryLaunchTag, FailReason, RealKvHashMode
 from jax_kvcanary.plan import VerifyPlan
 from jax_kvcanary.reference.hashes import real_kv_hash, slot_hash, slot_records, to_signed
 from jax_kvcanary.reference.log import Launch
-from jax_kvcanary.sources import RealKvSource, check_mode, check_sources
+from jax_kvcanary.sources import RealKvSource, check_sources
 from jax_kvcanary.state import CanaryDeviceState
 
 
@@ -28,7 +28,7 @@ def verify_step(
 ) -> CanaryDeviceState:
     """:func:`jax_kvcanary.verify_step` on the host: the same arguments, NumPy results."""
     num_slots = check_canary_buffer(canary_buf, "canary_buf")
-    mode = check_mode(real_kv_hash_mode)
+    mode = check_enum(real_kv_hash_mode, "real_kv_hash_mode", RealKvHashMode)
     sources = check_sources(real_kv_sources, mode, num_slots)
     entries = _check_plan(plan)
     if not isinstance(check_expected_token, bool):
@@ -90,8 +90,8 @@ def verify_step(
 
 def _check_plan(plan: Any) -> np.ndarray:
     """The entries of a plan, int64 [verify_capacity, 4]: slot, expected token, expected position, previous slot."""
-    if not isinstance(plan, VerifyPlan):
-        raise TypeError(f"`plan` is of type {type(plan).__name__}, but it must be a VerifyPlan, such as the `verify` of a Plan.")
+    check_type(plan, "plan", VerifyPlan, ", such as the `verify` of a Plan")
+    check_array(plan.verify_slot_indices, "plan.verify_slot_indices")
     capacity = plan.verify_slot_indices.shape[0] if plan.verify_slot_indices.shape else None
     for name, shape in (
         ("verify_slot_indices", (capacity,)),

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_kvcanary._checks import ArrayLike, check_canary_buffer, check_dtype, check_shape
+from jax_kvcanary._checks import ArrayLike, check_array, check_canary_buffer, check_dtype, check_enum, check_shape, check_type
 from jax_kvcanary.constants import CanaryLaunchTag, FailReason, RealKvHashMode
 from jax_kvcanary.plan import WritePlan
 from jax_kvcanary.reference.hashes import ANCHOR_HASH, POSITION, mix3, real_kv_hash, slot_hash, slot_records, to_signed
 from jax_kvcanary.reference.log import Launch
 from jax_kvcanary.reference.plan import integers
-from jax_kvcanary.sources import RealKvSource, check_mode, check_sources
+from jax_kvcanary.sources import RealKvSource, check_sources
 from jax_kvcanary.state import CanaryDeviceState
 
 
@@ -43,7 +43,7 @@ def write_step(
 ) -> tuple[np.ndarray, CanaryDeviceState]:
     """:func:`jax_kvcanary.write_step` on the host: the same arguments, NumPy results; the buffer given stays as it is."""
     num_slots = check_canary_buffer(canary_buf, "canary_buf")
-    mode = check_mode(real_kv_hash_mode)
+    mode = check_enum(real_kv_hash_mode, "real_kv_hash_mode", RealKvHashMode)
     sources = check_sources(real_kv_sources, mode, num_slots)
     offsets, seeds, num_rows = _check_plan(plan)
     entries = _check_entries(input_ids, positions, out_cache_loc, expected_input_tokens, expected_input_positions)
@@ -166,8 +166,8 @@ def _write_row(
 
 def _check_plan(plan: Any) -> tuple[list[int], list[int], int]:
     """Offsets, seeds, and the number of rows in use."""
-    if not isinstance(plan, WritePlan):
-        raise TypeError(f"`plan` is of type {type(plan).__name__}, but it must be a WritePlan, such as the `write` of a Plan.")
+    check_type(plan, "plan", WritePlan, ", such as the `write` of a Plan")
+    check_array(plan.write_seed_slot_indices, "plan.write_seed_slot_indices")
     rows = plan.write_seed_slot_indices.shape[0] if plan.write_seed_slot_indices.shape else 0
     for name, shape in (("write_offsets", (rows + 1,)), ("write_seed_slot_indices", (rows,)), ("write_num_valid_reqs", (1,))):
         check_dtype(getattr(plan, name), f"plan.{name}", np.int32)

@@ -60,6 +60,12 @@ def attach_replay_pool(
 
 kvc.register_pool_attacher(ReplayPool, attach_replay_pool)
 
+#: The methods of a canary as a jitted step has them: the canary is static, the state is donated.
+PRE_FORWARD, POST_FORWARD, SWEEP, RELEASE = (
+    jax.jit(method, static_argnums=0, donate_argnums=1)
+    for method in (kvc.Canary.pre_forward, kvc.Canary.post_forward, kvc.Canary.sweep, kvc.Canary.release)
+)
+
 
 class LoopReplay(Replay):
     """The canary as an engine uses it: ``pre_forward`` and ``post_forward`` around each forward."""
@@ -67,14 +73,13 @@ class LoopReplay(Replay):
     def __init__(self, scenario: dict[str, Any], backend: Backend) -> None:
         super().__init__(scenario)
         self.backend = backend
-        steps = [event for event in scenario["events"] if event["op"] == "step"]
         self.lut = np.zeros(self.num_slots["FULL"], np.int32) if "SWA" in self.groups else None
         config = kvc.CanaryConfig(
             mode=kvc.CanaryMode.LOG, ring_capacity=scenario["ring_capacity"], real_kv_hash_mode=self.hash_mode, enable_v_half=False
         )
         capacities = kvc.CanaryLaunchCapacities(
             verify_capacity=scenario["verify_capacity"],
-            write_req_capacity=max([1, *(len(event["req_pool_indices"]) for event in steps)]),
+            write_req_capacity=5,
         )
         with backend.active():
             canary, state = kvc.install_canary(
@@ -113,7 +118,7 @@ class LoopReplay(Replay):
 
     def release(self, event: dict[str, Any]) -> None:
         with self.backend.active():
-            self.state = self.canary.release(self.state, self.backend.ints(event["slots"]), self.live_pool())
+            self.state = RELEASE(self.canary, self.state, self.backend.ints(event["slots"]), self.live_pool())
 
     def step(self, event: dict[str, Any]) -> Rows:
         self.switch_checks(event)
@@ -122,11 +127,11 @@ class LoopReplay(Replay):
         self.state = dataclasses.replace(self.state, groups=groups)
         batch = self.batch(event)
         with self.backend.active():
-            self.state, step = self.canary.pre_forward(self.state, batch, self.live_pool())
+            self.state, step = PRE_FORWARD(self.canary, self.state, batch, self.live_pool())
         result = self.by_phase("HEAD")
         self.forward(event)
         with self.backend.active():
-            self.state, _ = self.canary.post_forward(self.state, step, batch, self.live_pool())
+            self.state, _ = POST_FORWARD(self.canary, self.state, step, batch, self.live_pool())
         return result | self.by_phase("TAIL")
 
     def switch_checks(self, event: dict[str, Any]) -> None:
@@ -168,5 +173,5 @@ class LoopReplay(Replay):
         self.switch_checks(event)
         plan = self.backend.own(sweep_plan(event))
         with self.backend.active():
-            self.state, _ = self.canary.sweep(self.state, plan, self.live_pool())
+            self.state, _ = SWEEP(self.canary, self.state, plan, self.live_pool())
         return self.gained()
