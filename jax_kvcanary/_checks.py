@@ -39,9 +39,9 @@ def check_type(value: Any, name: str, wanted: type, hint: str = "") -> None:
 
 def check_enum(value: Any, name: str, kind: type[IntEnum]) -> Any:
     """The member of an enumeration that the value names; ValueError lists the members."""
-    if not isinstance(value, bool):
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         try:
-            return kind(value)
+            return kind(int(value))
         except ValueError:
             pass
     raise ValueError(f"`{name}` is {value!r}, but it must be one of {', '.join(f'{m.name} ({m.value})' for m in kind)}.")
@@ -87,6 +87,11 @@ def integer_array(value: ArrayLike, name: str, shape: tuple[int | None, ...], me
     value = as_array(value)
     check_dtype(value, name, *_INDEX_DTYPES)
     check_shape(value, name, shape, meaning)
+    return on_device(value)
+
+
+def on_device(value: ArrayLike) -> ArrayLike:
+    """A NumPy array as a JAX array of the same dtype, whether 64-bit types are on or off; other values as they are."""
     if isinstance(value, np.ndarray):
         with jax.enable_x64(True):
             return jnp.asarray(value)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_kvcanary._checks import ArrayLike, check_canary_buffer, check_enum
+from jax_kvcanary._checks import ArrayLike, check_canary_buffer, check_enum, on_device
 from jax_kvcanary._results import results_like
 from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
 from jax_kvcanary.sources import RealKvSource, check_sources
@@ -69,7 +69,7 @@ def call(
     log = _log_arrays(state)
     buffers = [endpoint.canary_buf for endpoint in endpoints]
     sources = [source for endpoint in endpoints for source in endpoint.sources]
-    arrays = [*operands, *log, *buffers, *(source.array for source in sources)]
+    arrays = [*operands, *log, *buffers, *(on_device(source.array) for source in sources)]
     geometry = [
         (source.page_size, source.bytes_read(mode), source.byte_offset, source.row_stride, source.token_stride) for source in sources
     ]

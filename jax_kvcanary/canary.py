@@ -65,7 +65,7 @@ class CanaryReport:
     """A step's copy of the log and the counters, in buffers of its own: it survives the donation of the state.
 
     Fields as in :class:`CanaryDeviceState` and :class:`ViolationLog`; ``num_invalid_rows`` int32 [1] counts the rows of this batch that
-    made no sense. ``violation_ring`` is None in a summary.
+    made no sense: of one forward, so that a scan has to return every report for none to be missed. ``violation_ring`` is None in a summary.
     """
 
     violation_ring: ArrayLike | None
@@ -139,6 +139,8 @@ class Canary:
         """
         self._check(state, batch)
         check_type(step, "step", CanaryStep, ", as pre_forward returned it")
+        if len(step.plans) != len(state.groups):
+            raise ValueError(f"`step` has plans for {len(step.plans)} groups, but `state` has {len(state.groups)} groups.")
         groups, device_state = [], state.device_state
         for group, group_plan, slots in zip(state.groups, step.plans, step.out_cache_locs, strict=True):
             group, device_state = self._verify_and_write("tail", group, group_plan, slots, batch, device_state, pool)

@@ -1,7 +1,6 @@
 """Numbers and enumerations that every backend shares (the contract's section on constants).
 
-The C++ twin of this table is ``ffi/include/kvcanary/constants.h``; ``tests/test_constants.py`` compares the two
-through the native module.
+Their C++ twins stand in ``ffi/include/kvcanary``; ``tests/test_package.py`` compares the two through the native module.
 """
 
 from __future__ import annotations

@@ -57,6 +57,10 @@ class RealKvSource:
         row_stride_bytes: bytes from one page to the next; None is the width of one row of the leading axis (static).
         token_stride_bytes: bytes from one slot to the next within a page; None is ``num_bytes_per_token`` (static).
 
+    Danger:
+        With 64-bit types off, ``jax.jit`` narrows a NumPy array of a 64-bit dtype before anything here sees it; pass such KV as a JAX
+        array.
+
     Raises:
         ValueError: a number breaks a rule of the geometry. TypeError: a number is not an int.
     """
@@ -151,6 +155,9 @@ class SourceSpec:
     byte_offset: int = 0
     row_stride_bytes: int | None = None
     token_stride_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", tuple(self.path))  # a list would not hash
 
     def bind(self, pool: Any) -> RealKvSource:
         """The source with the array that the pool holds now."""

@@ -61,6 +61,7 @@ class PlanResults(NamedTuple):
     num_invalid_rows: jax.Array
 
 
+@functools.partial(jax.jit, static_argnames="statics")
 def plan_arrays(arrays: PlanArrays, statics: PlanStatics) -> PlanResults:
     """Compute a plan on the platform that the surrounding program is compiled for.
 
@@ -91,11 +92,12 @@ def _plan_jnp(arrays: PlanArrays, s: PlanStatics) -> PlanResults:
         out, after = plan_rows(gather, arrays, index * block + jnp.arange(block, dtype=jnp.int32), before, s)
         return after, out
 
-    zero = varying_zero([array for array in arrays if array is not None])  # a loop's carry varies from its start
-    totals, out = jax.lax.scan(step, RowSums(zero, zero, zero), jnp.arange(blocks, dtype=jnp.int32))
+    zero = varying_zero([array for array in arrays if array is not None])  # results vary where the Triton kernels' do
+    totals, out = jax.lax.scan(step, RowSums(zero, zero, zero), zero + jnp.arange(blocks, dtype=jnp.int32))
     verify_offsets, write_offsets, seeds = (part.reshape(-1) for part in out)
     num_valid, enable = _verify_extent(totals.verify, s)
-    entries = plan_entries(gather, arrays, verify_offsets, jnp.arange(s.verify_capacity, dtype=jnp.int32), num_valid * enable, s)
+    indices = zero + jnp.arange(s.verify_capacity, dtype=jnp.int32)
+    entries = plan_entries(gather, arrays, verify_offsets, indices, num_valid * enable, s)
     in_batch = jnp.arange(rows_out) <= s.batch_size
     return _results(
         entries,

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from helpers.backends import Backend, host
 from helpers.random_cases import LAUNCH_SHAPES, PLAN_SHAPES, random_plan, random_verify, random_write
 from helpers.serving import KV_BYTES, NUM_SLOTS, WINDOW, CanaryAround, Engine, Step
 from helpers.states import assert_same_buffer, assert_same_state, fields, fresh_state, log_rows
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from jax_kvcanary import reference
 from jax_kvcanary.constants import CanaryLaunchTag
 from jax_kvcanary.plan import WritePlan

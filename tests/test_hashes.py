@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from helpers.backends import BACKENDS
 from helpers.states import fields, fresh_buffer, fresh_state
 from helpers.vectors import load_vectors
-
 from jax_kvcanary import reference
 from jax_kvcanary.constants import CANARY_CHAIN_ANCHOR, CanaryLaunchTag, RealKvHashMode
 from jax_kvcanary.plan import WritePlan

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.backends import host
-from helpers.states import assert_same_buffer, assert_same_state, fields, multiset
 
 import jax_kvcanary as kvc
+from helpers.backends import host
+from helpers.states import assert_same_buffer, assert_same_state, fields, multiset
 from jax_kvcanary import CanaryLaunchTag as Tag
 from jax_kvcanary import FailReason as Reason
 from jax_kvcanary.pools import FusedMHATokenToKVPool, MHATokenToKVPool

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.backends import host
-from helpers.states import assert_same_counters
 
 import jax_kvcanary as kvc
+from helpers.backends import host
+from helpers.states import assert_same_counters
 
 NUM_SLOTS, ROWS, MAX_REQS, MAX_SEQ_LEN, CAPACITY, TOKENS = 11, 2, 3, 7, 13, 5
 LOG = kvc.CanaryConfig("log", ring_capacity=17)

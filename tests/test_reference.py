@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+
 from helpers.backends import host
 from helpers.states import fields, fresh_buffer, fresh_state, log_rows, multiset, records, with_log
-
 from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
 from jax_kvcanary.plan import PlanInput, VerifyPlan, WritePlan
 from jax_kvcanary.sources import RealKvSource

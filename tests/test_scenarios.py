@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+
 from helpers.scenarios import OperationsReplay, load_scenario, play, scenario_ids
 
 

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.backends import host
-from helpers.states import assert_same_buffer, assert_same_state
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_kvcanary as kvc
+from helpers.backends import host
+from helpers.states import assert_same_buffer, assert_same_state
 
 NUM_SLOTS, TOKENS = 23, 7
 CONFIG = kvc.CanaryConfig("log", ring_capacity=53, real_kv_hash_mode=kvc.RealKvHashMode.ALL)
@@ -156,12 +156,6 @@ def assert_same_results(got, args):
     assert_same_state(got_state, want_state)
 
 
-plan_needs_its_fix = pytest.mark.xfail(
-    strict=False, raises=TypeError, reason="library: some results of the plan on the CPU do not vary where those of its kernels do"
-)
-
-
-@plan_needs_its_fix
 @pytest.mark.parametrize("function", [steps, scanned], ids=lambda function: function.__name__)
 @pytest.mark.parametrize("how", ["eager", "jit", "donated"])
 def test_devices_with_their_own_state(mesh, how, function):
@@ -175,7 +169,6 @@ def test_devices_with_their_own_state(mesh, how, function):
         assert_same_results(take(host(got), device), take(copies, device))
 
 
-@plan_needs_its_fix
 def test_buffers_stay_where_they_are(mesh):
     mapped = jax.shard_map(per_device(step), mesh=mesh, in_specs=OWN, out_specs=OWN)
     run = jax.jit(mapped, donate_argnums=(BUF, STATE))
@@ -217,7 +210,7 @@ def take_own(name, args, device=0):
     return [take(arg, device) if i == own else arg for i, arg in enumerate(args)]
 
 
-each_name = pytest.mark.parametrize("name", [pytest.param(name, marks=plan_needs_its_fix if name in NAMES[:7] else ()) for name in NAMES])
+each_name = pytest.mark.parametrize("name", NAMES)
 
 
 @each_name
@@ -239,10 +232,6 @@ def test_results_that_vary_are_not_taken_as_replicated(mesh, name):
 
 
 # The loop.
-
-explicit_needs_its_fix = pytest.mark.xfail(
-    strict=False, reason="library: the typing of results flattens arrays that lie on several devices"
-)
 
 
 def loop_step(canary, indices, prefixes, extends, _valid_lens, table, _expected, _lut, tokens, positions, slots, kv, state, pool):
@@ -266,7 +255,6 @@ def loop_steps(canary, *args):
     return jax.lax.scan(body, (state, pool), None, length=3)
 
 
-@plan_needs_its_fix
 def test_loop_on_devices_with_their_own_pool(mesh):
     pool = kvc.pools.MHATokenToKVPool.allocate(num_slots=NUM_SLOTS, num_layers=1, num_kv_heads=2, head_dim=4, dtype=jnp.float32)
     canary, state = kvc.install_canary(pool, CONFIG, capacities=kvc.CanaryLaunchCapacities(31, 3))
@@ -286,7 +274,7 @@ def test_loop_on_devices_with_their_own_pool(mesh):
                 np.testing.assert_array_equal(got_leaf, want_leaf)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=explicit_needs_its_fix)])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_loop_on_a_pool_that_is_split_over_devices(mesh, axis_type):
     """Without shard_map: the heads lie on two devices, and the partitioner brings them to the custom calls."""
     mesh = jax.make_mesh((2,), ("x",), (axis_type,), devices=mesh.devices.flatten())

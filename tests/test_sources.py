@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.backends import host
-from helpers.states import fields, fresh_state, records
 
 import jax_kvcanary as kvc
+from helpers.backends import host
+from helpers.states import fields, fresh_state, records
 from jax_kvcanary.reference.hashes import to_signed
 
 NONE, PARTIAL, ALL = kvc.RealKvHashMode

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from helpers.backends import BACKENDS, Backend, host
 from helpers.states import assert_same_buffer, fields, log_rows, multiset, records
 from helpers.vectors import load_vectors, plan_arguments, verify_arguments, write_arguments
-
 from jax_kvcanary import reference
 from jax_kvcanary.state import to_int64
 
