@@ -8,7 +8,7 @@ from importlib.metadata import version
 from jax_kvcanary import pools, reference
 from jax_kvcanary.batch import ForwardBatch
 from jax_kvcanary.buffers import CanaryBufferGroup, fresh_records
-from jax_kvcanary.canary import Canary, CanaryReport, CanaryState, CanaryStep, install_canary
+from jax_kvcanary.canary import Canary, CanaryState, CanaryStep, install_canary
 from jax_kvcanary.config import CanaryConfig, CanaryLaunchCapacities, CanaryMode
 from jax_kvcanary.constants import (
     CANARY_CHAIN_ANCHOR,
@@ -26,6 +26,7 @@ from jax_kvcanary.monitor import CanaryMonitor
 from jax_kvcanary.plan import Plan, PlanInput, VerifyPlan, WritePlan, plan
 from jax_kvcanary.pools import attach_canary_buffers, register_pool_attacher
 from jax_kvcanary.reference import mix3, splitmix64
+from jax_kvcanary.report import CanaryReport
 from jax_kvcanary.sources import RealKvSource, SourceSpec
 from jax_kvcanary.state import CanaryDeviceState, ViolationLog, to_int64
 from jax_kvcanary.verify import verify_step

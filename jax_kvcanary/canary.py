@@ -19,6 +19,7 @@ from jax_kvcanary.config import CanaryConfig, CanaryLaunchCapacities, CanaryMode
 from jax_kvcanary.constants import FRESH_RECORD_BYTE, INT32_MAX, PoolKind, RealKvHashMode
 from jax_kvcanary.plan import Plan, VerifyPlan, plan, translate_slots
 from jax_kvcanary.pools import attach_canary_buffers
+from jax_kvcanary.report import CanaryReport
 from jax_kvcanary.state import CanaryDeviceState
 from jax_kvcanary.verify import verify_launch
 from jax_kvcanary.write import write_launch
@@ -45,41 +46,6 @@ class CanaryStep:
 
     plans: tuple[Plan, ...]
     out_cache_locs: tuple[ArrayLike, ...]
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=(
-        "violation_ring",
-        "violation_write_index",
-        "kernel_run_counters",
-        "slot_run_counters",
-        "fail_reason_counters",
-        "verify_skip_counters",
-        "num_invalid_rows",
-    ),
-    meta_fields=(),
-)
-@dataclass(frozen=True)
-class CanaryReport:
-    """A step's copy of the log and the counters, in buffers of its own: it survives the donation of the state.
-
-    Fields as in :class:`CanaryDeviceState` and :class:`ViolationLog`; ``num_invalid_rows`` int32 [1] counts the rows of this batch that
-    made no sense: of one forward, so that a scan has to return every report for none to be missed. ``violation_ring`` is None in a summary.
-    """
-
-    violation_ring: ArrayLike | None
-    violation_write_index: ArrayLike
-    kernel_run_counters: ArrayLike
-    slot_run_counters: ArrayLike
-    fail_reason_counters: ArrayLike
-    verify_skip_counters: ArrayLike
-    num_invalid_rows: ArrayLike
-
-    @property
-    def summary(self) -> CanaryReport:
-        """The report without its ring: under a kilobyte, what the host reads at every step."""
-        return dataclasses.replace(self, violation_ring=None)
 
 
 @dataclass(frozen=True)
@@ -146,7 +112,7 @@ class Canary:
             group, device_state = self._verify_and_write("tail", group, group_plan, slots, batch, device_state, pool)
             groups.append(group)
         # All groups plan the same rows, so the first one's count of invalid ones stands for all.
-        return CanaryState(tuple(groups), device_state), _report(device_state, step.plans[0].num_invalid_rows)
+        return CanaryState(tuple(groups), device_state), CanaryReport.of(device_state, step.plans[0].num_invalid_rows)
 
     def sweep(
         self, state: CanaryState, verify_plan: VerifyPlan, pool: Any, *, kind: PoolKind = PoolKind.FULL
@@ -180,7 +146,7 @@ class Canary:
                 mode=self.config.real_kv_hash_mode,
                 check_expected_token=True,
             )
-        return CanaryState(state.groups, device_state), _report(device_state, jnp.zeros((1,), jnp.int32))
+        return CanaryState(state.groups, device_state), CanaryReport.of(device_state, jnp.zeros((1,), jnp.int32))
 
     def wrap(self, forward: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[CanaryState, CanaryReport, Any, Any]]:
         """Bracket a forward: ``forward(*args, batch, pool) -> (out, pool)``.
@@ -340,16 +306,3 @@ def _devices(tree: Any) -> set[jax.Device]:
     """The devices of a pytree's concrete arrays."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
     return set().union(*(array.devices() for array in arrays))
-
-
-def _report(device_state: CanaryDeviceState, num_invalid_rows: ArrayLike) -> CanaryReport:
-    log = device_state.violation_log
-    return CanaryReport(
-        violation_ring=jnp.copy(log.violation_ring),
-        violation_write_index=jnp.copy(log.violation_write_index),
-        kernel_run_counters=jnp.copy(device_state.kernel_run_counters),
-        slot_run_counters=jnp.copy(device_state.slot_run_counters),
-        fail_reason_counters=jnp.copy(device_state.fail_reason_counters),
-        verify_skip_counters=jnp.copy(device_state.verify_skip_counters),
-        num_invalid_rows=jnp.copy(num_invalid_rows),
-    )

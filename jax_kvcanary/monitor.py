@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 
-import jax
 import numpy as np
 
 from jax_kvcanary._checks import check_type
-from jax_kvcanary.canary import Canary, CanaryReport, CanaryState
+from jax_kvcanary.canary import Canary, CanaryState
 from jax_kvcanary.config import CanaryMode
 from jax_kvcanary.constants import CanaryLaunchTag
+from jax_kvcanary.report import CanaryReport
 from jax_kvcanary.state import to_int64
 from jax_kvcanary.violations import CanaryViolationError, Violation
 
@@ -52,8 +52,7 @@ class CanaryMonitor:
         """
         del state
         check_type(report, "report", CanaryReport)
-        for array in jax.tree.leaves(report.summary):
-            array.copy_to_host_async()
+        report.copy_to_host_async()
         previous, self._pending = self._pending, report
         if previous is not None:
             self._handle(previous)
@@ -70,14 +69,14 @@ class CanaryMonitor:
             self._handle(previous)
 
     def _handle(self, report: CanaryReport) -> None:
-        summary = jax.tree.map(np.asarray, report.summary)
+        summary = report.on_host()
         # In every pass the tail of each group runs once to verify and once to write; a canary can lack one of the groups.
-        runs = to_int64(summary.kernel_run_counters)
+        runs = to_int64(summary["kernel_run_counters"])
         step = int(max(runs[CanaryLaunchTag.TAIL_K_FULL], runs[CanaryLaunchTag.TAIL_K_SWA]) // 2)
         earliest, self._last_step = min(self._last_step + 1, step), step
         self._warn_about_gaps(summary, step)
 
-        total = int(summary.violation_write_index[0])
+        total = int(summary["violation_write_index"][0])
         if total <= self._violations_seen:
             return
         rows = to_int64(report.violation_ring)[:total]
@@ -94,9 +93,9 @@ class CanaryMonitor:
                 "kv_canary: the violation ring of %d rows is full; %d more violations were counted but not kept.", len(rows), dropped
             )
 
-    def _warn_about_gaps(self, summary: CanaryReport, step: int) -> None:
+    def _warn_about_gaps(self, summary: dict[str, np.ndarray], step: int) -> None:
         """Say what was not checked: silence must never pass for health."""
-        skips = np.asarray(summary.verify_skip_counters, np.int64)
+        skips = summary["verify_skip_counters"].astype(np.int64)
         for tag in CanaryLaunchTag:
             if skips[tag] > self._skips_seen[tag]:
                 logger.warning(
@@ -106,7 +105,7 @@ class CanaryMonitor:
                     step,
                 )
         self._skips_seen = skips
-        invalid = int(summary.num_invalid_rows[0])
+        invalid = int(summary["num_invalid_rows"][0])
         if invalid:
             logger.warning(
                 "kv_canary: %d rows of the batch of step %d were invalid (request row, prefix or extend length out of range) and were "

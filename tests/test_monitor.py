@@ -58,16 +58,14 @@ def make_report(step, rows=(), total=None, *, skips=None, invalid=0, tag=Tag.TAI
     skip_counters = np.zeros(12, np.uint32)
     for skipped, count in (skips or {}).items():
         skip_counters[skipped] = count
-    values = {
-        "violation_ring": from_int64(ring),
-        "violation_write_index": np.array([len(rows) if total is None else total], np.int32),
-        "kernel_run_counters": from_int64(kernel_runs),
-        "slot_run_counters": from_int64(np.zeros(12, np.int64)),
-        "fail_reason_counters": np.zeros((12, 8), np.uint32),
-        "verify_skip_counters": skip_counters,
-        "num_invalid_rows": np.array([invalid], np.int32),
-    }
-    return kvc.CanaryReport(**{name: array(value) for name, value in values.items()})
+    write_index = np.array([len(rows) if total is None else total], np.int32)
+    state = dataclasses.replace(
+        kvc.CanaryDeviceState.allocate(kvc.CanaryConfig("log")),
+        violation_log=kvc.ViolationLog(from_int64(ring), write_index),
+        kernel_run_counters=from_int64(kernel_runs),
+        verify_skip_counters=skip_counters,
+    )
+    return jax.tree.map(array, kvc.CanaryReport.of(state, np.array([invalid], np.int32)))
 
 
 def handle(monitor, *reports):

@@ -47,9 +47,10 @@ def test_on_two_host_devices():
     if jax.device_count() >= 2:
         pytest.skip("they ran in this process, which has two devices")
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # no worker of a parallel run
     run = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "not on_two_host_devices"],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env={**environment, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,

@@ -1,0 +1,76 @@
+"""A step's report: what the host needs of the log and the counters, in buffers of its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kvcanary._checks import ArrayLike
+from jax_kvcanary.constants import FAIL_REASON_COLUMNS, NUM_LAUNCH_TAGS
+from jax_kvcanary.state import CanaryDeviceState
+
+# What a summary holds, in order: name, shape and dtype of each part.
+_PARTS: tuple[tuple[str, tuple[int, ...], str], ...] = (
+    ("violation_write_index", (1,), "<i4"),
+    ("num_invalid_rows", (1,), "<i4"),
+    ("kernel_run_counters", (NUM_LAUNCH_TAGS, 2), "<u4"),
+    ("slot_run_counters", (NUM_LAUNCH_TAGS, 2), "<u4"),
+    ("fail_reason_counters", (NUM_LAUNCH_TAGS, FAIL_REASON_COLUMNS), "<u4"),
+    ("verify_skip_counters", (NUM_LAUNCH_TAGS,), "<u4"),
+)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("violation_ring", "summary"), meta_fields=())
+@dataclass(frozen=True)
+class CanaryReport:
+    """A step's copy of the log and the counters. It shares no memory with the state, so that it survives its donation.
+
+    The counters are packed into one small array, since the host fetches them at every step; the ring is fetched only when the
+    summary says that it has new rows. The properties are host views: they wait for the device.
+
+    Fields:
+        violation_ring: uint32 [ring_capacity, 8, 2]; see :class:`ViolationLog`.
+        summary: uint32 [158]; everything below, row-major, one after the other.
+    """
+
+    violation_ring: ArrayLike
+    summary: ArrayLike
+
+    @classmethod
+    def of(cls, device_state: CanaryDeviceState, num_invalid_rows: ArrayLike) -> CanaryReport:
+        """The report of a state; ``num_invalid_rows`` int32 [1] counts the rows of this batch that made no sense."""
+        values: dict[str, Any] = {
+            **vars(device_state),
+            "violation_write_index": device_state.violation_log.violation_write_index,
+            "num_invalid_rows": num_invalid_rows,
+        }
+        words = [jax.lax.bitcast_convert_type(jnp.ravel(values[name]), jnp.uint32) for name, _, _ in _PARTS]
+        return cls(violation_ring=jnp.copy(device_state.violation_log.violation_ring), summary=jnp.concatenate(words))
+
+    def copy_to_host_async(self) -> None:
+        """Start the copy of the summary to the host."""
+        self.summary.copy_to_host_async()
+
+    def on_host(self) -> dict[str, np.ndarray]:
+        """The parts of the summary by name: those of :class:`CanaryDeviceState`, and ``num_invalid_rows`` int32 [1]."""
+        words, parts = np.asarray(self.summary), {}
+        for name, shape, dtype in _PARTS:
+            part, words = np.split(words, [math.prod(shape)])
+            parts[name] = part.view(dtype).reshape(shape)
+        return parts
+
+    @property
+    def violation_write_index(self) -> np.ndarray:
+        """int32 [1]; violations so far."""
+        return self.on_host()["violation_write_index"]
+
+    @property
+    def num_invalid_rows(self) -> np.ndarray:
+        """int32 [1]; rows of this batch that made no sense. A scan has to return every report for none to be missed."""
+        return self.on_host()["num_invalid_rows"]
