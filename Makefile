@@ -11,10 +11,10 @@ ifneq ($(filter-out 12 13,$(CUDA)),)
 $(error CUDA is '$(CUDA)', but it must be 12, 13 or empty)
 endif
 
+comma := ,
 BIN := $(VENV)/bin
 EXTRA_CUDA := $(if $(CUDA),$(comma)cuda$(CUDA))
 BUILD_CUDA := $(if $(CUDA),-C cmake.define.KVCANARY_CUDA=ON)
-comma := ,
 SOURCES := pyproject.toml $(shell find ffi jax_kvcanary pallas -type f -not -name '*.pyc')
 STAMP := $(VENV)/.kvcanary$(CUDA)
 
