@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from jax_kvcanary import _launch
-from jax_kvcanary._checks import ArrayLike, check_array, check_dtype, check_enum, check_shape, check_type
+from jax_kvcanary._checks import ArrayLike, check_array, check_enum, check_type, index_array, token_array
 from jax_kvcanary._ffi import VERIFY_TARGET
 from jax_kvcanary._launch import Endpoint
 from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
@@ -31,7 +29,7 @@ def verify_step(
 
     Args:
         canary_buf: uint8 [num_slots, 32]; never changed.
-        plan: the ``verify`` of a :class:`~jax_kvcanary.Plan`.
+        plan: the ``verify`` of a :class:`~jax_kvcanary.Plan`, or one built by hand; int64 arrays are narrowed as those of a plan.
         device_state: log and counters; updated in place under donation.
         tag: which launch this is (static).
         real_kv_sources: up to four arrays whose bytes the records fingerprint.
@@ -86,16 +84,15 @@ def _plan_operands(plan: VerifyPlan) -> list[ArrayLike]:
     check_array(plan.verify_slot_indices, "plan.verify_slot_indices")
     capacity = plan.verify_slot_indices.shape[0] if plan.verify_slot_indices.shape else None
     operands = []
-    for name, shape in (
-        ("verify_slot_indices", (capacity,)),
-        ("verify_expected_tokens", (capacity,)),
-        ("verify_expected_positions", (capacity,)),
-        ("verify_prev_slot_indices", (capacity,)),
-        ("verify_num_valid", (1,)),
-        ("enable", (1,)),
+    for name, shape, narrow in (
+        ("verify_slot_indices", (capacity,), index_array),
+        ("verify_expected_tokens", (capacity,), token_array),
+        ("verify_expected_positions", (capacity,), index_array),
+        ("verify_prev_slot_indices", (capacity,), index_array),
+        ("verify_num_valid", (1,), index_array),
+        ("enable", (1,), index_array),
     ):
         value = getattr(plan, name)
-        check_dtype(value, f"plan.{name}", np.int32)
-        check_shape(value, f"plan.{name}", shape, f"a verify plan of {capacity} entries")
-        operands.append(value)
+        check_array(value, f"plan.{name}")
+        operands.append(narrow(value, f"plan.{name}", shape, f"a verify plan of {capacity} entries"))
     return operands

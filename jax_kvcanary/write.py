@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from jax_kvcanary import _launch
-from jax_kvcanary._checks import ArrayLike, check_array, check_dtype, check_enum, check_shape, check_type, integer_array
+from jax_kvcanary._checks import ArrayLike, check_array, check_enum, check_type, index_array, integer_array
 from jax_kvcanary._ffi import WRITE_TARGET
 from jax_kvcanary._launch import Endpoint
 from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
@@ -38,7 +37,7 @@ def write_step(
 
     Args:
         canary_buf: uint8 [num_slots, 32]; updated in place under donation.
-        plan: the ``write`` of a :class:`~jax_kvcanary.Plan`.
+        plan: the ``write`` of a :class:`~jax_kvcanary.Plan`, or one built by hand; int64 arrays are narrowed as those of a plan.
         input_ids: int32 or int64 [tokens]; live tokens packed in row order at the front.
         positions: int32 or int64 [tokens].
         out_cache_loc: int32 or int64 [tokens]; slots in the group's own numbering; negative ones are skipped.
@@ -123,9 +122,8 @@ def _plan_operands(plan: WritePlan) -> list[ArrayLike]:
     check_array(plan.write_seed_slot_indices, "plan.write_seed_slot_indices")
     rows = plan.write_seed_slot_indices.shape[0] if plan.write_seed_slot_indices.shape else 0
     operands = []
-    for name, shape in (("write_offsets", (rows + 1,)), ("write_seed_slot_indices", (rows,)), ("write_num_valid_reqs", (1,))):
+    for name, length in (("write_offsets", rows + 1), ("write_seed_slot_indices", rows), ("write_num_valid_reqs", 1)):
         value = getattr(plan, name)
-        check_dtype(value, f"plan.{name}", np.int32)
-        check_shape(value, f"plan.{name}", shape, f"a write plan of {rows} rows")
-        operands.append(value)
+        check_array(value, f"plan.{name}")
+        operands.append(index_array(value, f"plan.{name}", (length,), f"a write plan of {rows} rows"))
     return operands

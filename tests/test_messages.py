@@ -352,7 +352,7 @@ VERIFY = [
         call_verify,
         {"plan_changes": {"verify_slot_indices": floats(CAPACITY)}},
         TypeError,
-        "`plan.verify_slot_indices` has dtype float32, but it must be int32.",
+        "`plan.verify_slot_indices` has dtype float32, but it must be int32 or int64.",
     ),
     (
         call_verify,
@@ -364,7 +364,7 @@ VERIFY = [
         call_verify,
         {"plan_changes": {"enable": np.ones(1, bool)}},
         TypeError,
-        "`plan.enable` has dtype bool, but it must be int32.",
+        "`plan.enable` has dtype bool, but it must be int32 or int64.",
     ),
     (call_verify, {"check_expected_token": 1}, TypeError, "`check_expected_token` is 1 of type int, but it must be True or False."),
     (
@@ -386,7 +386,7 @@ WRITE = [
         call_write,
         {"plan_changes": {"write_seed_slot_indices": floats(ROWS)}},
         TypeError,
-        "`plan.write_seed_slot_indices` has dtype float32, but it must be int32.",
+        "`plan.write_seed_slot_indices` has dtype float32, but it must be int32 or int64.",
     ),
     (
         call_write,

@@ -735,7 +735,7 @@ class TestArguments:
     )
     VERIFY_ERRORS = (
         (TypeError, {"plan": None}, "`plan` is of type NoneType, but it must be a VerifyPlan, such as the `verify` of a Plan."),
-        (TypeError, {"enable": np.ones(1, bool)}, "`plan.enable` has dtype bool, but it must be int32."),
+        (TypeError, {"enable": np.ones(1, bool)}, "`plan.enable` has dtype bool, but it must be int32 or int64."),
         (
             ValueError,
             {"verify_prev_slot_indices": np.ones(2, np.int32)},

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from jax_kvcanary._checks import ArrayLike, check_array, check_canary_buffer, check_dtype, check_enum, check_shape, check_type
+from jax_kvcanary._checks import ArrayLike, check_array, check_canary_buffer, check_enum, check_type
 from jax_kvcanary.constants import TOKEN_TO_KV_SLOT_PADDING, CanaryLaunchTag, FailReason, RealKvHashMode
 from jax_kvcanary.plan import VerifyPlan
 from jax_kvcanary.reference.hashes import real_kv_hash, slot_hash, slot_records, to_signed
 from jax_kvcanary.reference.log import Launch
+from jax_kvcanary.reference.plan import indices, token_ids
 from jax_kvcanary.sources import RealKvSource, check_sources
 from jax_kvcanary.state import CanaryDeviceState
 
@@ -93,20 +94,17 @@ def _check_plan(plan: Any) -> np.ndarray:
     check_type(plan, "plan", VerifyPlan, ", such as the `verify` of a Plan")
     check_array(plan.verify_slot_indices, "plan.verify_slot_indices")
     capacity = plan.verify_slot_indices.shape[0] if plan.verify_slot_indices.shape else None
-    for name, shape in (
-        ("verify_slot_indices", (capacity,)),
-        ("verify_expected_tokens", (capacity,)),
-        ("verify_expected_positions", (capacity,)),
-        ("verify_prev_slot_indices", (capacity,)),
-        ("verify_num_valid", (1,)),
-        ("enable", (1,)),
+    meaning = f"a verify plan of {capacity} entries"
+    for name in ("verify_num_valid", "enable"):
+        check_array(getattr(plan, name), f"plan.{name}")
+        indices(getattr(plan, name), f"plan.{name}", (1,), meaning)
+    columns = []
+    for name, narrow in (
+        ("verify_slot_indices", indices),
+        ("verify_expected_tokens", token_ids),
+        ("verify_expected_positions", indices),
+        ("verify_prev_slot_indices", indices),
     ):
-        check_dtype(getattr(plan, name), f"plan.{name}", np.int32)
-        check_shape(getattr(plan, name), f"plan.{name}", shape, f"a verify plan of {capacity} entries")
-    columns = (
-        plan.verify_slot_indices,
-        plan.verify_expected_tokens,
-        plan.verify_expected_positions,
-        plan.verify_prev_slot_indices,
-    )
-    return np.stack([np.asarray(column) for column in columns], axis=1)
+        check_array(getattr(plan, name), f"plan.{name}")
+        columns.append(narrow(getattr(plan, name), f"plan.{name}", (capacity,), meaning))
+    return np.stack(columns, axis=1)

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_kvcanary._checks import ArrayLike, check_array, check_canary_buffer, check_dtype, check_enum, check_shape, check_type
+from jax_kvcanary._checks import ArrayLike, check_array, check_canary_buffer, check_enum, check_type
 from jax_kvcanary.constants import CanaryLaunchTag, FailReason, RealKvHashMode
 from jax_kvcanary.plan import WritePlan
 from jax_kvcanary.reference.hashes import ANCHOR_HASH, POSITION, mix3, real_kv_hash, slot_hash, slot_records, to_signed
 from jax_kvcanary.reference.log import Launch
-from jax_kvcanary.reference.plan import integers
+from jax_kvcanary.reference.plan import indices, integers
 from jax_kvcanary.sources import RealKvSource, check_sources
 from jax_kvcanary.state import CanaryDeviceState
 
@@ -169,12 +169,11 @@ def _check_plan(plan: Any) -> tuple[list[int], list[int], int]:
     check_type(plan, "plan", WritePlan, ", such as the `write` of a Plan")
     check_array(plan.write_seed_slot_indices, "plan.write_seed_slot_indices")
     rows = plan.write_seed_slot_indices.shape[0] if plan.write_seed_slot_indices.shape else 0
-    for name, shape in (("write_offsets", (rows + 1,)), ("write_seed_slot_indices", (rows,)), ("write_num_valid_reqs", (1,))):
-        check_dtype(getattr(plan, name), f"plan.{name}", np.int32)
-        check_shape(getattr(plan, name), f"plan.{name}", shape, f"a write plan of {rows} rows")
-    offsets, seeds, num_valid = (
-        np.asarray(a).tolist() for a in (plan.write_offsets, plan.write_seed_slot_indices, plan.write_num_valid_reqs)
-    )
+    fields = []
+    for name, length in (("write_offsets", rows + 1), ("write_seed_slot_indices", rows), ("write_num_valid_reqs", 1)):
+        check_array(getattr(plan, name), f"plan.{name}")
+        fields.append(indices(getattr(plan, name), f"plan.{name}", (length,), f"a write plan of {rows} rows").tolist())
+    offsets, seeds, num_valid = fields
     return offsets, seeds, max(0, min(num_valid[0], rows))
 
 
