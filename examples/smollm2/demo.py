@@ -10,6 +10,7 @@ import numpy as np
 
 import jax_kvcanary as kvc
 from jax_kvcanary.pools import MHATokenToKVPool
+from jax_kvcanary.violations import reason_text
 from smollm2.engine import Engine, Run, Served
 from smollm2.model import ModelConfig, Params
 from smollm2.planted_bug import EarlyFree
@@ -256,7 +257,7 @@ def _print_findings(bug: EarlyFree, error: kvc.CanaryViolationError, stopped_at:
         f"while request {planted.victim} still holds it for its position {planted.position}"
     )
     for finding in error.violations:
-        reason = " + ".join(str(bit.name).lower() for bit in kvc.FailReason if bit in finding.fail_reason)
+        reason = reason_text(finding.fail_reason)
         print(f"caught:  step {finding.step}, slot {finding.slot_idx}, position {finding.position}, {reason} ({finding.launch_tag.name})")
     print(f"The monitor reads each report one step late, so serving stopped in step {stopped_at}. The first finding in full:")
     print(error.violations[0])
