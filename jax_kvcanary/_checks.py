@@ -37,6 +37,12 @@ def check_type(value: Any, name: str, wanted: type, hint: str = "") -> None:
         raise TypeError(f"`{name}` is of type {type(value).__name__}, but it must be a {wanted.__name__}{hint}.")
 
 
+def check_flag(value: Any, name: str) -> None:
+    """Raise TypeError unless the value is a Python bool: a traced one cannot choose what is compiled."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` is {value!r} of type {type(value).__name__}, but it must be True or False.")
+
+
 def check_enum(value: Any, name: str, kind: type[IntEnum]) -> Any:
     """The member of an enumeration that the value names; ValueError lists the members."""
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):

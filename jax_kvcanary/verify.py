@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax_kvcanary import _launch
-from jax_kvcanary._checks import ArrayLike, check_array, check_enum, check_type, index_array, token_array
+from jax_kvcanary._checks import ArrayLike, check_array, check_enum, check_flag, check_type, index_array, token_array
 from jax_kvcanary._ffi import VERIFY_TARGET
 from jax_kvcanary._launch import Endpoint
 from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
@@ -71,12 +70,6 @@ def verify_launch(
         check_expected_token=check_expected_token,
     )
     return state
-
-
-def check_flag(value: Any, name: str) -> None:
-    """Raise TypeError unless the value is a Python bool: a traced one cannot choose what is compiled."""
-    if not isinstance(value, bool):
-        raise TypeError(f"`{name}` is {value!r} of type {type(value).__name__}, but it must be True or False.")
 
 
 def _plan_operands(plan: VerifyPlan) -> list[ArrayLike]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_kvcanary._checks import ArrayLike, check_array, check_canary_buffer, check_enum, check_type
+from jax_kvcanary._checks import ArrayLike, check_array, check_canary_buffer, check_enum, check_flag, check_type
 from jax_kvcanary.constants import TOKEN_TO_KV_SLOT_PADDING, CanaryLaunchTag, FailReason, RealKvHashMode
 from jax_kvcanary.plan import VerifyPlan
 from jax_kvcanary.reference.hashes import real_kv_hash, slot_hash, slot_records, to_signed
@@ -32,9 +32,7 @@ def verify_step(
     mode = check_enum(real_kv_hash_mode, "real_kv_hash_mode", RealKvHashMode)
     sources = check_sources(real_kv_sources, mode, num_slots)
     entries = _check_plan(plan)
-    if not isinstance(check_expected_token, bool):
-        kind = type(check_expected_token).__name__
-        raise TypeError(f"`check_expected_token` is {check_expected_token!r} of type {kind}, but it must be True or False.")
+    check_flag(check_expected_token, "check_expected_token")
     launch = Launch(device_state, tag)
     if np.asarray(plan.enable)[0] == 0:
         launch.count_skip()
