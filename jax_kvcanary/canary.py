@@ -250,6 +250,7 @@ class Canary:
             mode=mode,
             expected_input_tokens=batch.expected_input_tokens,
             expected_input_positions=batch.expected_input_positions,
+            parents=batch.parents,
         )
         names = [f"{half}_{phase}" for half in group.halves]
         return group.with_buffers(**dict(zip(names, buffers, strict=True))), device_state

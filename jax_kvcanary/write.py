@@ -15,8 +15,8 @@ from jax_kvcanary.plan import WritePlan
 from jax_kvcanary.sources import RealKvSource
 from jax_kvcanary.state import CanaryDeviceState, check_device_state
 
-#: uint32 words of the scratch that keeps one row's seed: hash and position.
-_SEED_WORDS = 4
+#: uint32 words of the scratch that keeps the end of one chain: hash and position.
+_LINK_WORDS = 4
 
 
 def write_step(
@@ -32,6 +32,7 @@ def write_step(
     real_kv_hash_mode: RealKvHashMode = RealKvHashMode.NONE,
     expected_input_tokens: ArrayLike | None = None,
     expected_input_positions: ArrayLike | None = None,
+    parents: ArrayLike | None = None,
 ) -> tuple[jax.Array, CanaryDeviceState]:
     """Write the records of a step's tokens into one canary buffer (the contract's section 5).
 
@@ -47,6 +48,10 @@ def write_step(
         real_kv_hash_mode: how many of their bytes (static).
         expected_input_tokens: int32 or int64 [tokens]; compares ``input_ids``; needs the expected positions too.
         expected_input_positions: int32 or int64 [tokens]; compares ``positions``; needs the expected tokens too.
+        parents: int32 or int64 [tokens]; for rows that are trees, the entry of the token arrays that each one follows: one before it
+            in its own row, or a negative one for the row's seed. Chain and position check follow the parent; where that entry was
+            skipped, its own parent. Any other entry is recorded as SLOT_OUT_OF_RANGE, with the parent as slot and the entry's own
+            index as ``expected_aux``, and the token follows the seed. None: every token follows the one before it.
 
     Returns:
         The canary buffer and the state with every finding recorded.
@@ -65,6 +70,7 @@ def write_step(
         mode=real_kv_hash_mode,
         expected_input_tokens=expected_input_tokens,
         expected_input_positions=expected_input_positions,
+        parents=parents,
     )
     return buffers[0], state
 
@@ -80,6 +86,7 @@ def write_launch(
     mode: RealKvHashMode,
     expected_input_tokens: ArrayLike | None = None,
     expected_input_positions: ArrayLike | None = None,
+    parents: ArrayLike | None = None,
 ) -> tuple[list[jax.Array], CanaryDeviceState]:
     """Write one step's records into several canary buffers in one custom call."""
     mode = check_enum(mode, "real_kv_hash_mode", RealKvHashMode)
@@ -103,17 +110,20 @@ def write_launch(
         ]
     else:
         expected = tokens[:2]  # operands that the handler does not read
+    tree = parents is not None
+    parents = integer_array(parents, "parents", of_tokens, meaning) if tree else tokens[2]  # likewise
     state = check_device_state(device_state)
-    rows = plan_operands[1].shape[0]
+    links = plan_operands[1].shape[0] + (ids.shape[0] if tree else 0)
     return _launch.call(
         WRITE_TARGET,
-        [*plan_operands, *tokens, *expected, state.enable_chain_position_assert],
+        [*plan_operands, *tokens, *expected, parents, state.enable_chain_position_assert],
         [endpoint.checked(mode) for endpoint in endpoints],
         mode,
         state,
-        scratch_words=len(endpoints) * rows * _SEED_WORDS,
+        scratch_words=len(endpoints) * links * _LINK_WORDS,
         writes=True,
         check_input=check_input,
+        tree=tree,
     )
 
 

@@ -132,6 +132,8 @@ def test_write(get_backend, backend_name, examples):
             got_buf, got = backend.write_step(*device_args, **device_keywords)
         check_log(got, want, args[-1], all_rows(reference.write_step, args, keywords))
         check_buffer(np.asarray(got_buf), want_buf, args, keywords)
+        if not wildness:
+            assert want.violation_log.count() == args[-1].violation_log.count()
 
     check()
 

@@ -37,8 +37,9 @@ ffi::Error handle_verify(Launcher launcher, Int32s slots, Int32s expected_tokens
 template <typename Launcher>
 ffi::Error handle_write(Launcher launcher, Int32s offsets, Int32s seed_slots, Int32s num_rows, ffi::AnyBuffer tokens,
                         ffi::AnyBuffer positions, ffi::AnyBuffer slots, ffi::AnyBuffer expected_tokens,
-                        ffi::AnyBuffer expected_positions, Int32s check_positions, ffi::RemainingArgs arrays,
-                        ffi::RemainingRets results, Sizes tags, Sizes source_counts, Sizes source_geometry, bool check_input) {
+                        ffi::AnyBuffer expected_positions, ffi::AnyBuffer parents, Int32s check_positions, ffi::RemainingArgs arrays,
+                        ffi::RemainingRets results, Sizes tags, Sizes source_counts, Sizes source_geometry, bool check_input,
+                        bool tree) {
   const std::string operation = "kvcanary_write";
   if (offsets.element_count() != seed_slots.element_count() + 1 || num_rows.element_count() != 1 || check_positions.element_count() != 1) {
     return invalid(operation, "the arrays of the plan have unexpected lengths.");
@@ -50,12 +51,14 @@ ffi::Error handle_write(Launcher launcher, Int32s offsets, Int32s seed_slots, In
   launch.row_capacity = static_cast<int64_t>(seed_slots.element_count());
   launch.num_tokens = static_cast<int64_t>(tokens.element_count());
   launch.check_input = check_input;
+  launch.tree = tree;
   launch.check_positions = check_positions.typed_data();
   const std::pair<const ffi::AnyBuffer*, Integers*> integers[] = {{&tokens, &launch.tokens},
                                                                   {&positions, &launch.positions},
                                                                   {&slots, &launch.slots},
                                                                   {&expected_tokens, &launch.expected_tokens},
-                                                                  {&expected_positions, &launch.expected_positions}};
+                                                                  {&expected_positions, &launch.expected_positions},
+                                                                  {&parents, &launch.parents}};
   for (const auto& [array, target] : integers) {
     if (ffi::Error error = unpack_integers(operation, *array, launch.num_tokens, target); error.failure()) return error;
   }
@@ -95,13 +98,15 @@ auto bind_write(Binding binding) {
       .template Arg<ffi::AnyBuffer>()  // slots
       .template Arg<ffi::AnyBuffer>()  // expected_tokens
       .template Arg<ffi::AnyBuffer>()  // expected_positions
+      .template Arg<ffi::AnyBuffer>()  // parents
       .template Arg<Int32s>()          // check_positions
       .RemainingArgs()                 // log, canary buffers, sources
-      .RemainingRets()                 // log, seeds (scratch), canary buffers
+      .RemainingRets()                 // log, links (scratch), canary buffers
       .template Attr<Sizes>("tags")
       .template Attr<Sizes>("source_counts")
       .template Attr<Sizes>("source_geometry")
-      .template Attr<bool>("check_input");
+      .template Attr<bool>("check_input")
+      .template Attr<bool>("tree");
 }
 
 }  // namespace kvcanary

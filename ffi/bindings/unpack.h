@@ -115,17 +115,19 @@ inline ffi::Error unpack_endpoints(const std::string& operation, ffi::RemainingA
   return ffi::Error::Success();
 }
 
-// What a write adds to the log among its results: scratch for the seeds, then the canary buffers, aliased to the
+// What a write adds to the log among its results: scratch for links of chains, then the canary buffers, aliased to the
 // operands. Writes go to the results, which hold the buffers' content as the log's results do.
 inline ffi::Error unpack_write_results(const std::string& operation, ffi::RemainingRets results, WriteLaunch* launch) {
   EndpointList& endpoints = launch->endpoints;
   const size_t count = static_cast<size_t>(endpoints.size);
-  auto seeds = results.get<ffi::BufferR1<ffi::U32>>(kLogArrays);
-  if (results.size() != kLogArrays + 1 + count || seeds.has_error() ||
-      (*seeds)->size_bytes() < count * static_cast<size_t>(launch->row_capacity) * sizeof(Seed)) {
+  const size_t num_seeds = count * static_cast<size_t>(launch->row_capacity);
+  const size_t num_ends = launch->tree ? count * static_cast<size_t>(launch->num_tokens) : 0;
+  auto links = results.get<ffi::BufferR1<ffi::U32>>(kLogArrays);
+  if (results.size() != kLogArrays + 1 + count || links.has_error() || (*links)->size_bytes() < (num_seeds + num_ends) * sizeof(Link)) {
     return invalid(operation, "the results do not match the list of endpoints.");
   }
-  launch->seeds = reinterpret_cast<Seed*>((*seeds)->typed_data());
+  launch->seeds = reinterpret_cast<Link*>((*links)->typed_data());
+  launch->ends = launch->seeds + num_seeds;
   for (size_t e = 0; e < count; ++e) {
     auto buffer = results.get<Records>(kLogArrays + 1 + e);
     if (buffer.has_error()) return buffer.error();

@@ -2,8 +2,8 @@
 //
 //   claim        reads every row's seed before any record changes, and lets each entry put its row's number into the
 //                real-KV field of its slot's record; where two rows name one slot, one number survives;
-//   chain        one warp a row: the chain, the checks, and the first three fields of the records that the row owns,
-//                so that a slot named by two rows gets one whole record;
+//   chain        one warp a row: the chain or tree, the checks, and the first three fields of the records that the row
+//                owns, so that a slot named by two rows gets one whole record;
 //   fingerprint  the real-KV hash of every slot written. It depends on the slot alone, so it needs no owner and
 //                spreads over the whole device.
 //
@@ -46,6 +46,57 @@ __global__ void __launch_bounds__(kThreads) claim_kernel(const __grid_constant__
   });
 }
 
+// What an entry of a warp's batch of 32 follows, and whether that is there to follow.
+struct Before {
+  Link link;
+  bool sound;
+};
+
+// Of a chain: every lane walks the whole batch and keeps the end before its own entry. `end` is moved behind the batch.
+__device__ Before walk_chain(const Entry& entry, int lane, Link* end) {
+  const unsigned advancing = __ballot_sync(kFullMask, entry.slot >= 0);
+  uint64_t before = end->hash;
+#pragma unroll 4
+  for (int step = 0; step < kWarp; ++step) {
+    const int64_t token = __shfl_sync(kFullMask, entry.token, step);
+    const int64_t position = __shfl_sync(kFullMask, entry.position, step);
+    if (step == lane) before = end->hash;
+    if (advancing >> step & 1) end->hash = advance(end->hash, token, position);
+  }
+  // The entry before mine that was not skipped: one of this batch, or the last one of the batches before.
+  const unsigned earlier = advancing & ((1u << lane) - 1);
+  const int64_t neighbour = __shfl_sync(kFullMask, entry.position, earlier != 0 ? 31 - __clz(static_cast<int>(earlier)) : 0);
+  const Before result = {{before, earlier != 0 ? neighbour : end->position}, true};
+  const int64_t last = __shfl_sync(kFullMask, entry.position, advancing != 0 ? 31 - __clz(static_cast<int>(advancing)) : 0);
+  if (advancing != 0) end->position = last;
+  return result;
+}
+
+// Of a tree: in each round the lanes whose parent's end is known compute their own, so that a batch takes as many rounds
+// as it has levels. Ends are kept for later batches; a parent stands before its children, so that every lane gets its turn.
+__device__ Before walk_tree(const WriteLaunch& launch, int e, const RowRange& range, int64_t base, const Entry& entry, int lane,
+                            const Link& seed) {
+  const int64_t i = base + lane;
+  const bool live = i < range.end;
+  const Parent parent = live ? parent_of(launch, range, i) : Parent{-1, true};
+  const bool in_batch = parent.entry >= base;
+  const int source = in_batch ? static_cast<int>(parent.entry - base) : lane;
+  Link before = parent.entry >= 0 && !in_batch ? launch.end(e, parent.entry) : seed;
+  Link end = before;
+  bool pending = live;
+  for (unsigned done = __ballot_sync(kFullMask, !pending); done != kFullMask; done = __ballot_sync(kFullMask, !pending)) {
+    const Link from = {__shfl_sync(kFullMask, end.hash, source), __shfl_sync(kFullMask, end.position, source)};
+    if (pending && (!in_batch || (done >> source & 1))) {
+      if (in_batch) before = from;
+      end = entry.slot < 0 ? before : Link{advance(before.hash, entry.token, entry.position), entry.position};
+      pending = false;
+    }
+  }
+  if (live) launch.end(e, i) = end;
+  return {before, parent.sound};
+}
+
+template <bool kTree>
 __global__ void __launch_bounds__(kChainWarps * kWarp) chain_kernel(const __grid_constant__ WriteLaunch launch) {
   const Endpoint& endpoint = launch.endpoints.items[blockIdx.y];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kChainWarps + threadIdx.x / kWarp;
@@ -55,35 +106,20 @@ __global__ void __launch_bounds__(kChainWarps * kWarp) chain_kernel(const __grid
   if (lane == 0) check_row(launch, endpoint, row, range);
   if (range.empty()) return;
 
-  const Seed seed = launch.seed(blockIdx.y, row);
+  const Link seed = launch.seed(blockIdx.y, row);
   const bool seeded = has_seed(endpoint, launch.seed_slots[row]);
   const bool check_positions = *launch.check_positions != 0 && seeded;
-  uint64_t running = seed.hash;
-  int64_t previous = seed.position;
+  Link end = seed;  // of a chain
   uint64_t stored = 0;
 
   for (int64_t base = range.begin; base < range.end; base += kWarp) {
     const int64_t i = base + lane;
     const Entry entry = i < range.end ? read_entry(launch, i) : Entry{-1, 0, 0};
     const bool owned = endpoint.holds(entry.slot) && endpoint.records[entry.slot].real_kv_hash == static_cast<uint64_t>(row);
-    const unsigned advancing = __ballot_sync(kFullMask, entry.slot >= 0);
-
-    // Every lane walks the chain and keeps the hash before its own entry.
-    uint64_t before = running;
-#pragma unroll 4
-    for (int step = 0; step < kWarp; ++step) {
-      const int64_t token = __shfl_sync(kFullMask, entry.token, step);
-      const int64_t position = __shfl_sync(kFullMask, entry.position, step);
-      if (step == lane) before = running;
-      if (advancing >> step & 1) running = advance(running, token, position);
-    }
-
-    // The entry before mine that was not skipped: one of this batch, or the last one of the batches before.
-    const unsigned earlier = advancing & ((1u << lane) - 1);
-    const int neighbour = earlier != 0 ? 31 - __clz(static_cast<int>(earlier)) : 0;
-    const int64_t neighbour_position = __shfl_sync(kFullMask, entry.position, neighbour);
+    const Before before = kTree ? walk_tree(launch, blockIdx.y, range, base, entry, lane, seed) : walk_chain(entry, lane, &end);
     if (entry.slot >= 0) {
-      check_entry(launch, endpoint, i, entry, before, check_positions, earlier != 0 ? neighbour_position : previous);
+      if (!before.sound) report_parent(launch, endpoint, i, entry, before.link.hash);
+      check_entry(launch, endpoint, i, entry, before.link.hash, check_positions && before.sound, before.link.position);
     }
 
     // Of entries that name one slot the last one stays.
@@ -91,10 +127,9 @@ __global__ void __launch_bounds__(kChainWarps * kWarp) chain_kernel(const __grid
     if (owned && lane == 31 - __clz(static_cast<int>(same_slot))) {
       Record* target = &endpoint.records[entry.slot];
       *reinterpret_cast<longlong2*>(target) = make_longlong2(entry.token, entry.position);
-      target->prev_hash = before;
+      target->prev_hash = before.link.hash;
     }
     stored += __popc(__ballot_sync(kFullMask, endpoint.holds(entry.slot)));
-    if (advancing != 0) previous = __shfl_sync(kFullMask, entry.position, 31 - __clz(static_cast<int>(advancing)));
     __syncwarp();
   }
   if (lane == 0) add(&launch.log.slot_runs[endpoint.tag], stored);
@@ -120,7 +155,9 @@ cudaError_t launch_write(cudaStream_t stream, const WriteLaunch& launch) {
 
   claim_kernel<<<entries_grid, kThreads, 0, stream>>>(launch);
   if (cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  chain_kernel<<<dim3(static_cast<unsigned>((rows + kChainWarps - 1) / kChainWarps), endpoints), kChainWarps * kWarp, 0, stream>>>(launch);
+  const dim3 rows_grid(static_cast<unsigned>((rows + kChainWarps - 1) / kChainWarps), endpoints);
+  const auto chain = launch.tree ? chain_kernel<true> : chain_kernel<false>;
+  chain<<<rows_grid, kChainWarps * kWarp, 0, stream>>>(launch);
   if (cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   fingerprint_kernel<<<entries_grid, kThreads, 0, stream>>>(launch);
   return cudaGetLastError();

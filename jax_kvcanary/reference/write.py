@@ -27,6 +27,13 @@ class Entry(NamedTuple):
     expected_position: int
 
 
+class Link(NamedTuple):
+    """The end of a chain: what the entry behind it stores as its predecessor's hash, and the position that it should follow."""
+
+    running_hash: int
+    position: int
+
+
 def write_step(
     canary_buf: ArrayLike,
     plan: WritePlan,
@@ -40,6 +47,7 @@ def write_step(
     real_kv_hash_mode: RealKvHashMode = RealKvHashMode.NONE,
     expected_input_tokens: ArrayLike | None = None,
     expected_input_positions: ArrayLike | None = None,
+    parents: ArrayLike | None = None,
 ) -> tuple[np.ndarray, CanaryDeviceState]:
     """:func:`jax_kvcanary.write_step` on the host: the same arguments, NumPy results; the buffer given stays as it is."""
     num_slots = check_canary_buffer(canary_buf, "canary_buf")
@@ -47,6 +55,7 @@ def write_step(
     sources = check_sources(real_kv_sources, mode, num_slots)
     offsets, seeds, num_rows = _check_plan(plan)
     entries = _check_entries(input_ids, positions, out_cache_loc, expected_input_tokens, expected_input_positions)
+    parent_of = None if parents is None else integers(parents, "parents", (len(entries),), _one_for_each(len(entries))).tolist()
     launch = Launch(device_state, tag)
     check_positions = int(np.asarray(device_state.enable_chain_position_assert)[0]) != 0
     result = np.array(canary_buf)
@@ -63,8 +72,7 @@ def write_step(
         seed, first = seeds[r], entries[start]
         # Seeds come from the buffer as it was before the launch, which may overwrite them.
         has_seed = 0 < seed < num_slots
-        running_hash = slot_hash(canary_buf, seed) if has_seed else ANCHOR_HASH
-        previous_position = int(slot_records(canary_buf)[seed, POSITION]) if has_seed and check_positions else None
+        before = Link(slot_hash(canary_buf, seed), int(slot_records(canary_buf)[seed, POSITION])) if has_seed else Link(ANCHOR_HASH, 0)
         if seed >= num_slots:
             launch.record(
                 FailReason.SLOT_OUT_OF_RANGE,
@@ -75,7 +83,7 @@ def write_step(
                 stored_chain_hash=ANCHOR_HASH,
                 expected_aux=num_slots,
             )
-        num_stored += _write_row(entries[start:end], running_hash, previous_position, num_slots, launch, store)
+        num_stored += _write_row(entries, range(start, end), parent_of, before, has_seed and check_positions, num_slots, launch, store)
     launch.count_slots(num_stored)
     return result, launch.finish()
 
@@ -98,70 +106,94 @@ def _clip_row(start: int, end: int, num_tokens: int, launch: Launch) -> tuple[in
 
 def _write_row(
     entries: Sequence[Entry],
-    running_hash: int,
-    previous_position: int | None,
+    row: range,
+    parent_of: Sequence[int] | None,
+    seed: Link,
+    check_positions: bool,
     num_slots: int,
     launch: Launch,
     store: Callable[[Entry, int], None],
 ) -> int:
-    """Write the chain of one row and return how many records were stored.
+    """Write the chain, or the tree, of one row and return how many records were stored.
 
     Args:
-        entries: those of the row.
-        running_hash: the chain's hash before the first of them.
-        previous_position: position before the first of them, or None to leave positions unchecked.
+        entries: those of the whole step.
+        row: which of them belong to the row.
+        parent_of: for each entry of the step the one that it follows, negative for the seed; None for a chain.
+        seed: what the row goes on from.
+        check_positions: whether positions must follow, the seed's first.
         num_slots: records of the buffer.
         launch: where findings go.
         store: writes the record of an entry, given the chain's hash before it.
     """
     num_stored = 0
-    for entry in entries:
-        slot, token, position, expected_token, expected_position = entry
-        if slot < 0:
+    ends: dict[int, Link] = {}  # the chain behind each entry so far
+    for i in row:
+        entry = entries[i]
+        parent = parent_of[i] if parent_of is not None else i - 1 if i > row.start else -1
+        sound = parent < 0 or parent in ends
+        before = ends.get(parent, seed)
+        ends[i] = before
+        if entry.slot < 0:
             continue
-        if slot >= num_slots:
+        if not sound:
             launch.record(
                 FailReason.SLOT_OUT_OF_RANGE,
-                slot=slot,
-                position=position,
-                stored_token=token,
+                slot=parent,
+                position=entry.position,
+                stored_token=entry.token,
                 expected_token=-1,
-                stored_chain_hash=running_hash,
-                expected_aux=num_slots,
+                stored_chain_hash=before.running_hash,
+                expected_aux=i,
             )
-        else:
-            reasons = FailReason(0)
-            if token != expected_token:
-                reasons |= FailReason.WRITE_TOKEN_MISMATCH
-            if position != expected_position:
-                reasons |= FailReason.WRITE_POSITION_MISMATCH
-            if reasons:
-                launch.record(
-                    reasons,
-                    slot=slot,
-                    position=position,
-                    stored_token=token,
-                    expected_token=expected_token,
-                    stored_chain_hash=running_hash,
-                    expected_aux=expected_position,
-                )
-            if previous_position is not None and position != to_signed(previous_position + 1):
-                launch.record(
-                    FailReason.WRITE_POSITION_MISMATCH,
-                    slot=slot,
-                    position=position,
-                    stored_token=token,
-                    expected_token=token,
-                    stored_chain_hash=running_hash,
-                    expected_aux=previous_position + 1,
-                )
-            store(entry, running_hash)
+        _check_entry(entry, before, check_positions and sound, num_slots, launch)
+        if entry.slot < num_slots:
+            store(entry, before.running_hash)
             num_stored += 1
-        if previous_position is not None:
-            previous_position = position
         # What was written goes on, not what was expected, so that one bad input is one finding.
-        running_hash = mix3(running_hash, token, position)
+        ends[i] = Link(mix3(before.running_hash, entry.token, entry.position), entry.position)
     return num_stored
+
+
+def _check_entry(entry: Entry, before: Link, check_position: bool, num_slots: int, launch: Launch) -> None:
+    """Record what is wrong with an entry that is not skipped, given the chain that it follows."""
+    slot, token, position, expected_token, expected_position = entry
+    if slot >= num_slots:
+        launch.record(
+            FailReason.SLOT_OUT_OF_RANGE,
+            slot=slot,
+            position=position,
+            stored_token=token,
+            expected_token=-1,
+            stored_chain_hash=before.running_hash,
+            expected_aux=num_slots,
+        )
+        return
+    reasons = FailReason(0)
+    if token != expected_token:
+        reasons |= FailReason.WRITE_TOKEN_MISMATCH
+    if position != expected_position:
+        reasons |= FailReason.WRITE_POSITION_MISMATCH
+    if reasons:
+        launch.record(
+            reasons,
+            slot=slot,
+            position=position,
+            stored_token=token,
+            expected_token=expected_token,
+            stored_chain_hash=before.running_hash,
+            expected_aux=expected_position,
+        )
+    if check_position and position != to_signed(before.position + 1):
+        launch.record(
+            FailReason.WRITE_POSITION_MISMATCH,
+            slot=slot,
+            position=position,
+            stored_token=token,
+            expected_token=token,
+            stored_chain_hash=before.running_hash,
+            expected_aux=before.position + 1,
+        )
 
 
 def _check_plan(plan: Any) -> tuple[list[int], list[int], int]:
@@ -186,7 +218,7 @@ def _check_entries(
 ) -> list[Entry]:
     """The token arrays of a step, one entry after the other, at full width."""
     token_ids = integers(input_ids, "input_ids", (None,), "one token each")
-    shape, step = token_ids.shape, f"one value for each of the {len(token_ids)} tokens of `input_ids`"
+    shape, step = token_ids.shape, _one_for_each(len(token_ids))
     token_positions = integers(positions, "positions", shape, step)
     slots = integers(out_cache_loc, "out_cache_loc", shape, step)
     if (expected_input_tokens is None) != (expected_input_positions is None):
@@ -198,3 +230,7 @@ def _check_entries(
         expected_positions = integers(expected_input_positions, "expected_input_positions", shape, step)
     columns = (slots, token_ids, token_positions, expected_tokens, expected_positions)
     return [Entry(*row) for row in np.stack(columns, axis=1).tolist()]
+
+
+def _one_for_each(num_tokens: int) -> str:
+    return f"one value for each of the {num_tokens} tokens of `input_ids`"

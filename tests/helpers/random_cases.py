@@ -184,6 +184,7 @@ LAUNCH_SHAPES = (
     LaunchShape(num_slots=53, entries=37, rows=7, ring_capacity=101, sources=6, check=True, tag=CanaryLaunchTag.TAIL_V_FULL),
     LaunchShape(num_slots=23, entries=17, rows=3, ring_capacity=101, sources=4, tag=CanaryLaunchTag.TAIL_K_SWA),
     LaunchShape(num_slots=23, entries=17, rows=3, ring_capacity=3, sources=3, check=True),
+    LaunchShape(num_slots=131, entries=101, rows=2, ring_capacity=401, sources=0, check=True),  # rows longer than a warp
     LaunchShape(num_slots=5, entries=11, rows=2, ring_capacity=101, sources=2, tag=CanaryLaunchTag.HEAD_K_FULL),
     LaunchShape(num_slots=1, entries=3, rows=1, ring_capacity=101, sources=1),
     LaunchShape(num_slots=5, entries=0, rows=0, ring_capacity=101, sources=0),
@@ -265,30 +266,39 @@ def random_verify(rng: Rng, shape: LaunchShape, wildness: float) -> tuple[tuple[
 
 
 def random_write(rng: Rng, shape: LaunchShape, wildness: float, *, wide: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of ``write_step``; the integers are int64, which fit int32 unless ``wide``."""
+    """Positional and keyword arguments of ``write_step``; the integers are int64, which fit int32 unless ``wide``.
+
+    Some rows are trees. Rows share no entries then: who wrote the end of a shared one would be open.
+    """
     world = random_world(rng, shape)
     edges = EDGES + (WIDE if wide else ())
     live = int(rng.integers(0, shape.entries + 1)) if rng.random() < 0.5 else shape.entries
     offsets = np.array([0, *np.sort(rng.integers(0, live + 1, max(shape.rows - 1, 0))), live][: shape.rows + 1])
-    seeds, positions = [], np.zeros(shape.entries, np.int64)
+    tree = rng.random() < 0.4
+    seeds, positions, parents = [], np.zeros(shape.entries, np.int64), np.full(shape.entries, -1, np.int64)
     for start, end in itertools.pairwise(offsets):
         chain = world.chains[rng.integers(len(world.chains))] if world.chains and rng.random() < 0.7 else []
         cut = int(rng.integers(0, len(chain) + 1))
         seeds.append(chain[cut - 1] if cut else -1)
         positions[start:end] = np.arange(cut, cut + end - start)
+        for i in range(start, end) if tree else ():
+            parents[i] = rng.integers(max(start, i - 40), i) if i > start and rng.random() < 0.9 else -1
+            positions[i] = cut if parents[i] < 0 else positions[parents[i]] + 1
     slots = rng.integers(0, shape.num_slots, shape.entries)  # some twice
     if rng.random() < 0.5:
         slots = np.resize(rng.permutation(shape.num_slots), shape.entries)
     tokens = rng.integers(0, 50, shape.entries)
-    expected = {}
+    optional = {}
     if shape.check:
-        expected = {
+        optional = {
             "expected_input_tokens": sprinkle(rng, tokens, wildness, edges),
             "expected_input_positions": sprinkle(rng, positions, wildness, edges),
         }
+    if tree:
+        optional["parents"] = sprinkle(rng, parents, wildness, [*edges, *range(0, shape.entries, 7), shape.entries])
     world = corrupt(rng, world, wildness)
     plan = WritePlan(
-        sprinkle(rng, offsets, wildness / 4, [*EDGES, shape.entries + 1, shape.entries]).astype(np.int32),
+        sprinkle(rng, offsets, 0 if tree else wildness / 4, [*EDGES, shape.entries + 1, shape.entries]).astype(np.int32),
         sprinkle(rng, seeds, wildness, [*EDGES, shape.num_slots, shape.num_slots - 1]).astype(np.int32),
         sprinkle(rng, [shape.rows], wildness, EDGES).astype(np.int32),
     )
@@ -300,7 +310,7 @@ def random_write(rng: Rng, shape: LaunchShape, wildness: float, *, wide: bool) -
         sprinkle(rng, slots, wildness, [*edges, shape.num_slots, shape.num_slots + 1]),
         world.state,
     )
-    return arguments, _launch_keywords(shape, world) | expected
+    return arguments, _launch_keywords(shape, world) | optional
 
 
 def _launch_keywords(shape: LaunchShape, world: World) -> dict[str, Any]:

@@ -19,8 +19,8 @@ struct Integers {
   }
 };
 
-// What a row's chain goes on from, read before the launch changes any record.
-struct alignas(16) Seed {
+// The end of a chain: what the entry behind it stores as prev_hash, and the position that it should follow.
+struct alignas(16) Link {
   uint64_t hash;
   int64_t position;
 };
@@ -35,14 +35,18 @@ struct WriteLaunch {
   Integers slots;               // [num_tokens]
   Integers expected_tokens;     // [num_tokens], read where check_input
   Integers expected_positions;  // [num_tokens], read where check_input
+  Integers parents;             // [num_tokens], read where tree: the entry that each one follows, negative for the seed
   int64_t num_tokens;
   bool check_input;
+  bool tree;
   const int32_t* check_positions;  // [1]
-  Seed* seeds;                     // scratch [endpoints, row_capacity]
+  Link* seeds;                     // scratch [endpoints, row_capacity]: each row's, read before any record changes
+  Link* ends;                      // scratch [endpoints, num_tokens], where tree: the chain behind each entry
   Log log;
   EndpointList endpoints;
 
-  KVC_HD Seed& seed(int endpoint, int64_t row) const { return seeds[endpoint * row_capacity + row]; }
+  KVC_HD Link& seed(int endpoint, int64_t row) const { return seeds[endpoint * row_capacity + row]; }
+  KVC_HD Link& end(int endpoint, int64_t i) const { return ends[endpoint * num_tokens + i]; }
 };
 
 KVC_HD int64_t write_rows(const WriteLaunch& launch) {
@@ -78,7 +82,7 @@ KVC_HD bool has_seed(const Endpoint& endpoint, int64_t seed_slot) {
   return seed_slot > 0 && endpoint.holds(seed_slot);
 }
 
-KVC_HD Seed read_seed(const WriteLaunch& launch, const Endpoint& endpoint, int64_t row) {
+KVC_HD Link read_seed(const WriteLaunch& launch, const Endpoint& endpoint, int64_t row) {
   const int64_t seed_slot = launch.seed_slots[row];
   if (!has_seed(endpoint, seed_slot)) return {kAnchorHash, 0};
   const Record& seed = endpoint.records[seed_slot];
@@ -107,6 +111,31 @@ KVC_HD void check_row(const WriteLaunch& launch, const Endpoint& endpoint, int64
                       /*expected_token=*/-1,
                       /*stored_chain_hash=*/kAnchorHash,
                       /*expected_aux=*/static_cast<uint64_t>(endpoint.num_slots),
+                      /*reasons=*/kSlotOutOfRange});
+}
+
+// Which entry of a tree entry i follows: one before it in its row, or -1 for the row's seed.
+struct Parent {
+  int64_t entry;
+  bool sound;
+};
+
+KVC_HD Parent parent_of(const WriteLaunch& launch, const RowRange& range, int64_t i) {
+  const int64_t parent = launch.parents[i];
+  if (parent < 0) return {-1, true};
+  if (parent < range.begin || parent >= i) return {-1, false};
+  return {parent, true};
+}
+
+// The finding of an entry whose parent is none: it follows the seed instead, so that one bad index does not cascade.
+KVC_HD void report_parent(const WriteLaunch& launch, const Endpoint& endpoint, int64_t i, const Entry& entry, uint64_t running) {
+  record(launch.log, {/*tag=*/endpoint.tag,
+                      /*slot=*/launch.parents[i],
+                      /*position=*/entry.position,
+                      /*stored_token=*/entry.token,
+                      /*expected_token=*/-1,
+                      /*stored_chain_hash=*/running,
+                      /*expected_aux=*/static_cast<uint64_t>(i),
                       /*reasons=*/kSlotOutOfRange});
 }
 
