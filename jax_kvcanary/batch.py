@@ -150,7 +150,10 @@ class ForwardBatch:
         or int64 scalar such as the counter of a scan.
         """
         seq_lens = integer_array(seq_lens, "seq_lens", (None,), "one length for each row of a decode batch")
-        draft_step = integer_array(draft_step, "draft_step", (), "the number of draft steps before this one")
+        if not hasattr(draft_step, "dtype"):
+            check_int(draft_step, "draft_step", 0, INT32_MAX)
+        else:
+            draft_step = integer_array(draft_step, "draft_step", (), "the number of draft steps before this one")
         with jax.enable_x64(True):
             prefix_lens = seq_lens + draft_step
         rows = PlanInput(req_pool_indices, prefix_lens, jnp.ones_like(prefix_lens), expected_tokens_valid_lens)

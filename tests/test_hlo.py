@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -214,6 +215,19 @@ def test_custom_calls_of_the_operations():
 
     text = compiled_text(step, state.groups[0].k_head, state.device_state, donate=(0, 1))
     assert custom_calls(text) == [1, 1]
+    assert large_copies(text) == []
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_only_trees_take_scratch_for_their_entries(tree):
+    """Four words for each row, and for each token of a tree, of K and of V."""
+    canary, state, pool = install(MHATokenToKVPool)
+    batch = dataclasses.replace(make_batch(), parents=jnp.full(TOKENS, -1, jnp.int32) if tree else None)
+    text = compiled_text(partial(one_step, canary), state, batch, pool, donate=(0, 2))
+    scratch = [int(words) for words in re.findall(r"u32\[(\d+)\]\S*, (?=[^()]*\) custom-call\([^\n]*kvcanary_write)", text)]
+    assert 2 * 4 * (CAPACITIES.write_req_capacity + (TOKENS if tree else 0)) in scratch
+    assert max(scratch) == 2 * 4 * (CAPACITIES.write_req_capacity + (TOKENS if tree else 0))
+    assert custom_calls(text) == [2, 2]
     assert large_copies(text) == []
 
 

@@ -20,7 +20,6 @@ from helpers.loops import (
     POOLS,
     STRAY_SLOT,
     TAILS,
-    UNWRITTEN,
     Loop,
     at,
     baseline,
@@ -181,27 +180,31 @@ def test_lengths_of_each_kind_of_step(dtype):
     assert plan_lengths(extend) == [[3, 0, 1], [4, 0, 2], [5, 0, 1]]
     verify = kvc.ForwardBatch.target_verify(**rows, **tokens, positions=ints(*range(6)), seq_lens=ints(4, 0, 8), draft_token_num=3)
     assert plan_lengths(verify) == [[3, 0, 1], [4, 0, 8], [3, 3, 3]]
+    for draft_step in (2, np.array(2, dtype)):
+        draft_decode = kvc.ForwardBatch.draft_decode(**rows, **three, seq_lens=ints(4, 0, 8), draft_step=draft_step)
+        assert plan_lengths(draft_decode) == [[3, 0, 1], [6, 2, 10], [1, 1, 1]]
     draft = kvc.ForwardBatch.draft_extend(
         **rows, **tokens, positions=ints(*range(6)), seq_lens=ints(9, 0, 4), extend_seq_lens=ints(5, 0, 1)
     )
     assert plan_lengths(draft) == [[3, 0, 1], [4, 0, 3], [5, 0, 1]]
-    for batch in (decode, extend, verify, draft):
+    for batch in (decode, extend, verify, draft_decode, draft):
         assert {leaf.dtype for leaf in jax.tree.leaves(batch)} == {np.dtype(dtype)}
         assert (batch.expected_input_tokens, batch.plan_input.expected_tokens_valid_lens) == (None, None)
 
 
-@pytest.mark.parametrize("kind", ["decode", "extend", "target_verify", "draft_extend"])
+@pytest.mark.parametrize("kind", ["decode", "extend", "target_verify", "draft_decode", "draft_extend"])
 def test_constructors_take_the_expected_values(kind):
     given = {
         name: np.full(2, value, np.int32) for value, name in enumerate(("input_ids", "positions", "out_cache_loc", "req_pool_indices"))
     }
     given["req_to_token"] = np.zeros((3, 5), np.int32)
     given["seq_lens"] = given["prefix_lens"] = given["extend_seq_lens"] = int32([1, 1])
-    given["draft_token_num"] = 1
+    given["draft_token_num"] = given["draft_step"] = 1
     own = {
         "decode": (),
         "extend": ("prefix_lens", "extend_seq_lens"),
         "target_verify": ("seq_lens", "draft_token_num"),
+        "draft_decode": ("seq_lens", "draft_step"),
         "draft_extend": ("seq_lens", "extend_seq_lens"),
     }[kind]
     common = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "req_to_token")
@@ -241,48 +244,3 @@ def test_decode_batches():
     wrong = dataclasses.replace(decode, req_to_token=mixed)
     found = loop.step(wrong)
     assert {entry[1] for entry in found} == {mixed[1, 2], mixed[1, 3]}
-
-
-def test_speculative_steps():
-    """Target verification writes four draft tokens behind each row's length; two of them stay, and the draft pool catches up."""
-    loop = Loop()
-    assert loop.extend(1, 0, 6) == []
-    loop.requests.place(1, 6, 12)
-    length = 6
-    for round_number in range(3):
-        positions = int32(range(length, length + 4))
-        verify = kvc.ForwardBatch.target_verify(
-            input_ids=positions + 1000 * round_number,
-            positions=positions,
-            out_cache_loc=loop.requests.table[1, positions],
-            req_pool_indices=int32([1]),
-            seq_lens=int32([length]),
-            draft_token_num=4,
-            req_to_token=loop.requests.table.copy(),
-        )
-        assert loop.step(verify) == []
-        length += 2
-    positions = int32(range(length, length + 2))
-    catch_up = kvc.ForwardBatch.draft_extend(
-        input_ids=positions,
-        positions=positions,
-        out_cache_loc=loop.requests.table[1, positions],
-        req_pool_indices=int32([1]),
-        seq_lens=int32([length + 2]),
-        extend_seq_lens=int32([2]),
-        req_to_token=loop.requests.table.copy(),
-    )
-    assert loop.step(catch_up) == []
-    # A length that counts a token too many reads a slot that nothing wrote.
-    positions = int32([length + 3])
-    too_long = kvc.ForwardBatch.target_verify(
-        input_ids=positions,
-        positions=positions,
-        out_cache_loc=loop.requests.table[1, positions],
-        req_pool_indices=int32([1]),
-        seq_lens=positions,
-        draft_token_num=1,
-        req_to_token=loop.requests.table.copy(),
-    )
-    read, written = loop.requests.table[1, length + 2 : length + 4]
-    assert loop.step(too_long) == sorted(at(EVERY_PHASE, read, UNWRITTEN) + at(EVERY_PHASE, written, Reason.WRITE_POSITION_MISMATCH))

@@ -341,6 +341,13 @@ WRITE = [
         TypeError,
         "`expected_input_positions` has dtype float32, but it must be int32 or int64.",
     ),
+    (
+        call_write,
+        {"parents": ints(TOKENS + 1)},
+        ValueError,
+        "`parents` has shape [6], but one value for each of the 5 tokens of `input_ids` needs shape [5].",
+    ),
+    (call_write, {"parents": floats(TOKENS)}, TypeError, "`parents` has dtype float32, but it must be int32 or int64."),
 ]
 
 

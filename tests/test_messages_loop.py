@@ -272,6 +272,37 @@ BATCH = [
         "`draft_token_num` is -1, but it must be between 0 and 2147483647.",
     ),
     (
+        kvc.ForwardBatch.target_verify,
+        {
+            **dict.fromkeys(("input_ids", "positions", "out_cache_loc", "req_pool_indices", "req_to_token")),
+            "seq_lens": ints(2),
+            "draft_token_num": 6,
+            "topk": 2,
+        },
+        ValueError,
+        "`parents` is None, but with `topk` = 2 the draft tokens of a row are a tree, and it must name the entry that each token follows.",
+    ),
+    (
+        kvc.ForwardBatch.draft_decode,
+        {
+            **dict.fromkeys(("input_ids", "positions", "out_cache_loc", "req_pool_indices", "req_to_token")),
+            "seq_lens": ints(2),
+            "draft_step": -1,
+        },
+        ValueError,
+        "`draft_step` is -1, but it must be between 0 and 2147483647.",
+    ),
+    (
+        kvc.ForwardBatch.draft_decode,
+        {
+            **dict.fromkeys(("input_ids", "positions", "out_cache_loc", "req_pool_indices", "req_to_token")),
+            "seq_lens": ints(2),
+            "draft_step": ints(2),
+        },
+        ValueError,
+        "`draft_step` has shape [2], but the number of draft steps before this one needs shape [].",
+    ),
+    (
         kvc.ForwardBatch.draft_extend,
         {
             **dict.fromkeys(("input_ids", "positions", "out_cache_loc", "req_pool_indices", "req_to_token")),

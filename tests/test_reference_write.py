@@ -28,13 +28,29 @@ from jax_kvcanary.constants import RealKvHashMode
 from jax_kvcanary.plan import WritePlan
 from jax_kvcanary.sources import RealKvSource
 
+#: Tokens 11 and 12, which the trees below grow from, in slots 2 and 4.
+ROOT = {2: [11, 0, ANCHOR, 0], 4: [12, 1, AFTER_11, 0]}
+
 
 class TestWrite:
     NUM_TOKENS = 5
     ROWS = 3
 
     def write(
-        self, backend, content, rows, entries, *, expected=None, num_rows=None, offsets=None, chain_assert=1, state=None, sources=(), mode=0
+        self,
+        backend,
+        content,
+        rows,
+        entries,
+        *,
+        expected=None,
+        parents=None,
+        num_rows=None,
+        offsets=None,
+        chain_assert=1,
+        state=None,
+        sources=(),
+        mode=0,
     ):
         """Run one launch.
 
@@ -42,6 +58,7 @@ class TestWrite:
             rows: (number of entries, seed slot) of each row, padded with rows that nothing may read.
             entries: (slot, token, position), padded with skipped ones.
             expected: (token, position) of each entry, or None.
+            parents: the entry that each one follows, or None.
             offsets: instead of the rows' own.
 
         Returns:
@@ -70,6 +87,7 @@ class TestWrite:
                 real_kv_hash_mode=mode,
                 expected_input_tokens=backend.ints(expected_columns[0]),
                 expected_input_positions=backend.ints(expected_columns[1]),
+                parents=None if parents is None else backend.ints([*parents, *[99] * padding]),
             )
         self.counters = counters(self.state)
         found = log_rows(self.state)
@@ -244,3 +262,63 @@ class TestWrite:
         assert rows == []
         _, rows = self.write(wide_backend, content, [(1, 2)], [(4, 12, 0)])
         assert rows == [[4, 0, 12, 12, link(ANCHOR, 11, 2**63 - 1), -(2**63), WRITE_POSITION]]
+
+    # Trees.
+
+    def test_a_chain_as_a_tree(self, backend):
+        stored, rows = self.write(backend, {}, [(3, -1)], [(2, 11, 0), (4, 12, 1), (1, 13, 2)], parents=[-1, 0, 1])
+        assert (stored, rows) == (CHAIN_OF_THREE, [])
+
+    def test_branches_follow_their_parents(self, backend):
+        """Token 13 has two children, one of which has a child; token 23 is its sibling."""
+        entries = [(1, 13, 2), (3, 23, 2), (5, 14, 3), (6, 15, 3), (0, 16, 4)]
+        stored, rows = self.write(backend, ROOT, [(5, 4)], entries, parents=[-1, -7, 0, 0, 2])
+        branches = {1: [13, 2, AFTER_12, 0], 3: [23, 2, AFTER_12, 0], 5: [14, 3, AFTER_13, 0], 6: [15, 3, AFTER_13, 0]}
+        assert (stored, rows) == (ROOT | branches, [])
+        assert self.counters.slot_runs == 5
+
+    def test_position_follows_the_parent(self, backend):
+        """The last entry would follow the one before it, but not its parent."""
+        entries = [(1, 13, 2), (3, 14, 3), (5, 15, 4)]
+        _, rows = self.write(backend, ROOT, [(3, 4)], entries, parents=[-1, 0, 0])
+        assert rows == [[5, 4, 15, 15, AFTER_13, 3, WRITE_POSITION]]
+        _, rows = self.write(backend, ROOT, [(3, 4)], entries, parents=[-1, 0, -1])
+        assert rows == [[5, 4, 15, 15, AFTER_12, 2, WRITE_POSITION]]
+        assert self.write(backend, ROOT, [(3, 4)], entries, parents=[-1, 0, 0], chain_assert=0)[1] == []
+
+    def test_a_skipped_parent_hands_on_its_own(self, backend):
+        entries = [(-1, 98, 9), (1, 13, 2), (-1, 99, 9), (3, 14, 3)]
+        stored, rows = self.write(backend, ROOT, [(4, 4)], entries, parents=[-1, 0, 1, 2])
+        assert (stored, rows) == (ROOT | {1: [13, 2, AFTER_12, 0], 3: [14, 3, AFTER_13, 0]}, [])
+
+    def test_a_parent_without_a_slot_is_followed(self, backend):
+        entries = [(NUM_SLOTS, 13, 2), (3, 14, 3)]
+        stored, rows = self.write(backend, ROOT, [(2, 4)], entries, parents=[-1, 0])
+        assert stored == ROOT | {3: [14, 3, AFTER_13, 0]}
+        assert rows == [[NUM_SLOTS, 2, 13, -1, AFTER_12, NUM_SLOTS, RANGE]]
+
+    @pytest.mark.parametrize("parent", [1, 2, 5, 99, 2**31 - 1])
+    def test_parent_out_of_range(self, backend, parent):
+        """Itself, a later entry, and none at all. The token follows the seed, its own child follows it, and both are silent else."""
+        entries = [(1, 13, 2), (3, 14, 7), (5, 15, 8)]
+        stored, rows = self.write(backend, ROOT, [(3, 4)], entries, parents=[-1, parent, 1])
+        after = link(AFTER_12, 14, 7)
+        assert stored == ROOT | {1: [13, 2, AFTER_12, 0], 3: [14, 7, AFTER_12, 0], 5: [15, 8, after, 0]}
+        assert rows == [[parent, 7, 14, -1, AFTER_12, 1, RANGE]]
+
+    def test_parent_in_another_row(self, backend):
+        stored, rows = self.write(backend, {}, [(1, -1), (1, -1)], [(1, 11, 0), (2, 21, 0)], parents=[-1, 0])
+        assert stored == {1: [11, 0, ANCHOR, 0], 2: [21, 0, ANCHOR, 0]}
+        assert rows == [[0, 0, 21, -1, ANCHOR, 1, RANGE]]
+
+    def test_parent_of_a_skipped_entry_is_not_looked_at(self, backend):
+        _, rows = self.write(backend, ROOT, [(2, 4)], [(-1, 98, 9), (1, 13, 2)], parents=[99, 0])
+        assert rows == []
+
+    def test_wide_parents(self, wide_backend):
+        _, rows = self.write(wide_backend, {}, [(2, -1)], [(1, 11, 0), (2, 12, 0)], parents=[-(2**40), 2**32])
+        assert rows == [[2**32, 0, 12, -1, ANCHOR, 1, RANGE]]
+
+    def test_of_siblings_in_one_slot_the_later_one_stays(self, backend):
+        stored, _ = self.write(backend, ROOT, [(3, 4)], [(1, 13, 2), (1, 23, 2), (3, 14, 3)], parents=[-1, -1, 0])
+        assert stored == ROOT | {1: [23, 2, AFTER_12, 0], 3: [14, 3, AFTER_13, 0]}
