@@ -1,7 +1,8 @@
 """What every custom call has in common: its endpoints, the log it threads through, and the aliases between the two.
 
-Operands of a launch: those of the operation; the log; all canary buffers; all sources, endpoint after endpoint.
-Results: the log; what the operation adds. The handlers' side of this is ``ffi/bindings/unpack.h``.
+Operands of a launch: those of the operation; the request rows of the batch; the log; the flags of the batch's rows; all canary
+buffers; all sources, endpoint after endpoint. Results: the log; the flags; what the operation adds. The handlers' side of this is
+``ffi/bindings/unpack.h``.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_kvcanary._checks import ArrayLike, check_canary_buffer, check_enum, on_device
@@ -38,17 +41,37 @@ class Endpoint:
         return Endpoint(self.canary_buf, check_enum(self.tag, "tag", CanaryLaunchTag), check_sources(self.sources, mode, num_slots))
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=("requests", "flags"), meta_fields=())
+@dataclass(frozen=True)
+class BatchRows:
+    """The rows of a batch that findings are attributed to.
+
+    Fields:
+        requests: int32 [bs]; the row of ``req_to_token`` of each.
+        flags: int32 [bs]; the :class:`~jax_kvcanary.FailReason` bits found for each so far.
+    """
+
+    requests: ArrayLike
+    flags: ArrayLike
+
+    @classmethod
+    def none(cls) -> BatchRows:
+        """No rows: findings belong to the launch as a whole."""
+        return cls(jnp.zeros((0,), jnp.int32), jnp.zeros((0,), jnp.int32))
+
+
 def call(
     target: str,
     operands: Sequence[ArrayLike],
     endpoints: Sequence[Endpoint],
     mode: RealKvHashMode,
     state: CanaryDeviceState,
+    rows: BatchRows,
     *,
     scratch_words: int | None = None,
     writes: bool = False,
     **attributes: Any,
-) -> tuple[list[jax.Array], CanaryDeviceState]:
+) -> tuple[list[jax.Array], CanaryDeviceState, BatchRows]:
     """One custom call over a list of endpoints.
 
     Args:
@@ -57,16 +80,18 @@ def call(
         endpoints: checked endpoints, at most MAX_ENDPOINTS.
         mode: how much of the real KV is hashed.
         state: the canary's state; its log and counters are aliased to the results.
+        rows: the batch's rows; their flags are aliased to a result.
         scratch_words: uint32 words of scratch memory, or None for an operation without.
         writes: whether the canary buffers are results too, aliased to their operands.
         **attributes: the operation's own attributes.
 
     Returns:
-        The canary buffers (empty unless it writes), and the state.
+        The canary buffers (empty unless it writes), the state and the rows.
     """
     if not 1 <= len(endpoints) <= MAX_ENDPOINTS:
         raise ValueError(f"`endpoints` has {len(endpoints)} endpoints, but one launch takes between 1 and {MAX_ENDPOINTS}.")
-    log = _log_arrays(state)
+    log = [*_log_arrays(state), rows.flags]
+    operands = [*operands, rows.requests]
     buffers = [endpoint.canary_buf for endpoint in endpoints]
     sources = [source for endpoint in endpoints for source in endpoint.sources]
     arrays = [*operands, *log, *buffers, *(on_device(source.array) for source in sources)]
@@ -91,25 +116,36 @@ def call(
         source_geometry=np.array(geometry, np.int64).reshape(-1),
         **attributes,
     )
-    return list(out[len(out) - len(buffers) :]) if writes else [], _with_log_arrays(state, out[: len(log)])
+    *log_results, flags = out[: len(log)]
+    rows = dataclasses.replace(rows, flags=flags)
+    return list(out[len(out) - len(buffers) :]) if writes else [], _with_log_arrays(state, log_results), rows
 
 
 def _log_arrays(state: CanaryDeviceState) -> list[ArrayLike]:
+    log = state.violation_log
+    request_rows = log.violation_request_rows
     return [
-        state.violation_log.violation_ring,
-        state.violation_log.violation_write_index,
+        log.violation_ring,
+        log.violation_write_index,
         state.kernel_run_counters,
         state.slot_run_counters,
         state.fail_reason_counters,
         state.verify_skip_counters,
+        jnp.full(log.violation_ring.shape[:1], -1, jnp.int32) if request_rows is None else request_rows,  # the handlers always fill one
     ]
 
 
 def _with_log_arrays(state: CanaryDeviceState, arrays: Sequence[jax.Array]) -> CanaryDeviceState:
-    ring, write_index, kernel_runs, slot_runs, fail_reasons, skips = arrays
+    ring, write_index, kernel_runs, slot_runs, fail_reasons, skips, request_rows = arrays
+    log = state.violation_log
     return dataclasses.replace(
         state,
-        violation_log=dataclasses.replace(state.violation_log, violation_ring=ring, violation_write_index=write_index),
+        violation_log=dataclasses.replace(
+            log,
+            violation_ring=ring,
+            violation_write_index=write_index,
+            violation_request_rows=None if log.violation_request_rows is None else request_rows,
+        ),
         kernel_run_counters=kernel_runs,
         slot_run_counters=slot_runs,
         fail_reason_counters=fail_reasons,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jax_kvcanary._checks import ArrayLike, check_enum, check_int, check_type, index_array
 from jax_kvcanary._ffi import CUDA_MISSING
+from jax_kvcanary._launch import BatchRows
 from jax_kvcanary.batch import ForwardBatch
 from jax_kvcanary.buffers import CanaryBufferGroup
 from jax_kvcanary.config import CanaryConfig, CanaryLaunchCapacities, CanaryMode
@@ -39,13 +40,20 @@ class CanaryState:
     device_state: CanaryDeviceState
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("plans", "out_cache_locs"), meta_fields=())
+@partial(jax.tree_util.register_dataclass, data_fields=("plans", "out_cache_locs", "row_flags"), meta_fields=())
 @dataclass(frozen=True)
 class CanaryStep:
-    """What ``pre_forward`` hands to ``post_forward``: for each group its plan and the slots it writes, int32 or int64 [tokens]."""
+    """What ``pre_forward`` hands to ``post_forward``.
+
+    Fields:
+        plans: of each group.
+        out_cache_locs: for each group the slots that it writes, int32 or int64 [tokens].
+        row_flags: int32 [bs]; what was found so far for each row of the batch; None is nothing.
+    """
 
     plans: tuple[Plan, ...]
     out_cache_locs: tuple[ArrayLike, ...]
+    row_flags: ArrayLike | None = None
 
 
 @dataclass(frozen=True)
@@ -79,14 +87,14 @@ class Canary:
         """
         self._check(state, batch)
         groups, device_state = [], state.device_state
-        plans, slots = [], []
+        plans, slots, rows = [], [], self._rows(batch)
         for group in state.groups:
             lut = group.lut(pool)
             plans.append(self._plan(group, batch, device_state, lut))
             slots.append(translate_slots(batch.out_cache_loc, lut))
-            group, device_state = self._verify_and_write("head", group, plans[-1], slots[-1], batch, device_state, pool)
+            group, device_state, rows = self._verify_and_write("head", group, plans[-1], slots[-1], batch, device_state, rows, pool)
             groups.append(group)
-        return CanaryState(tuple(groups), device_state), CanaryStep(tuple(plans), tuple(slots))
+        return CanaryState(tuple(groups), device_state), CanaryStep(tuple(plans), tuple(slots), rows.flags)
 
     def post_forward(self, state: CanaryState, step: CanaryStep, batch: ForwardBatch, pool: Any) -> tuple[CanaryState, CanaryReport]:
         """Verify the TAIL buffers with the real KV and write them. Call it after the model's forward.
@@ -108,11 +116,12 @@ class Canary:
         if len(step.plans) != len(state.groups):
             raise ValueError(f"`step` has plans for {len(step.plans)} groups, but `state` has {len(state.groups)} groups.")
         groups, device_state = [], state.device_state
+        rows = self._rows(batch, step.row_flags)
         for group, group_plan, slots in zip(state.groups, step.plans, step.out_cache_locs, strict=True):
-            group, device_state = self._verify_and_write("tail", group, group_plan, slots, batch, device_state, pool)
+            group, device_state, rows = self._verify_and_write("tail", group, group_plan, slots, batch, device_state, rows, pool)
             groups.append(group)
         # All groups plan the same rows, so the first one's count of invalid ones stands for all.
-        return CanaryState(tuple(groups), device_state), CanaryReport.of(device_state, step.plans[0].num_invalid_rows)
+        return CanaryState(tuple(groups), device_state), CanaryReport.of(device_state, step.plans[0].num_invalid_rows, rows.flags)
 
     def sweep(
         self, state: CanaryState, verify_plan: VerifyPlan, pool: Any, *, kind: PoolKind = PoolKind.FULL
@@ -139,7 +148,7 @@ class Canary:
             have = ", ".join(group.kind.name for group in state.groups)
             raise ValueError(f"`kind` is {kind.name}, but this canary has the groups {have}.")
         for group in chosen:
-            device_state = verify_launch(
+            device_state, _ = verify_launch(
                 group.endpoints("sweep", pool),
                 verify_plan,
                 device_state,
@@ -209,6 +218,13 @@ class Canary:
                     f"{'None' if given else 'an array'} when `enable_write_input_assert` is {'off' if given else 'on'}."
                 )
 
+    def _rows(self, batch: ForwardBatch, flags: ArrayLike | None = None) -> BatchRows:
+        """The rows of the batch, with nothing found so far unless told."""
+        requests = index_array(
+            batch.plan_input.req_pool_indices, "batch.plan_input.req_pool_indices", (None,), "one request row for each row of the batch"
+        )
+        return BatchRows(requests, jnp.zeros_like(requests) if flags is None else flags)
+
     def _plan(self, group: CanaryBufferGroup, batch: ForwardBatch, device_state: CanaryDeviceState, lut: ArrayLike | None) -> Plan:
         return plan(
             batch.plan_input,
@@ -232,15 +248,16 @@ class Canary:
         slots: ArrayLike,
         batch: ForwardBatch,
         device_state: CanaryDeviceState,
+        rows: BatchRows,
         pool: Any,
-    ) -> tuple[CanaryBufferGroup, CanaryDeviceState]:
+    ) -> tuple[CanaryBufferGroup, CanaryDeviceState, BatchRows]:
         """One phase of one group: a verify call and a write call, each over K and V."""
         mode = self.config.real_kv_hash_mode if phase == "tail" else RealKvHashMode.NONE
         endpoints = group.endpoints(phase, pool)
-        device_state = verify_launch(
-            endpoints, group_plan.verify, device_state, mode=mode, check_expected_token=self.config.enable_verify_token_assert
+        device_state, rows = verify_launch(
+            endpoints, group_plan.verify, device_state, mode=mode, check_expected_token=self.config.enable_verify_token_assert, rows=rows
         )
-        buffers, device_state = write_launch(
+        buffers, device_state, rows = write_launch(
             endpoints,
             group_plan.write,
             batch.input_ids,
@@ -251,9 +268,10 @@ class Canary:
             expected_input_tokens=batch.expected_input_tokens,
             expected_input_positions=batch.expected_input_positions,
             parents=batch.parents,
+            rows=rows,
         )
         names = [f"{half}_{phase}" for half in group.halves]
-        return group.with_buffers(**dict(zip(names, buffers, strict=True))), device_state
+        return group.with_buffers(**dict(zip(names, buffers, strict=True))), device_state, rows
 
 
 def install_canary(

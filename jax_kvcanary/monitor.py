@@ -80,7 +80,11 @@ class CanaryMonitor:
         if total <= self._violations_seen:
             return
         rows = to_int64(report.violation_ring)[:total]
-        new = [Violation.from_row(row, step=step, earliest_step=earliest) for row in rows[self._rows_seen :]]
+        request_rows = [None] * len(rows) if report.violation_request_rows is None else np.asarray(report.violation_request_rows)
+        new = [
+            Violation.from_row(rows[i], step=step, earliest_step=earliest, request_row=request_rows[i])
+            for i in range(self._rows_seen, len(rows))
+        ]
         dropped = (total - self._violations_seen) - len(new)
         self._violations += new
         self._rows_seen, self._violations_seen = len(rows), total

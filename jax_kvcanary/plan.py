@@ -44,6 +44,7 @@ class PlanInput:
         "verify_prev_slot_indices",
         "verify_num_valid",
         "enable",
+        "row_offsets",
     ),
     meta_fields=(),
 )
@@ -58,6 +59,8 @@ class VerifyPlan:
         verify_prev_slot_indices: [verify_capacity]; slot of the predecessor, -1 at the start of a chain, 0 unreachable.
         verify_num_valid: [1]; entries in use.
         enable: [1]; 0 skips the launch, because the step needed more entries than there is room for.
+        row_offsets: [bs + 1]; first entry of each row of the batch, by which findings are attributed to rows; None for entries that
+            belong to no batch.
     """
 
     verify_slot_indices: ArrayLike
@@ -66,6 +69,7 @@ class VerifyPlan:
     verify_prev_slot_indices: ArrayLike
     verify_num_valid: ArrayLike
     enable: ArrayLike
+    row_offsets: ArrayLike | None = None
 
 
 @partial(
@@ -178,6 +182,7 @@ def plan(
             verify_prev_slot_indices=out.verify_prev_slot_indices,
             verify_num_valid=out.verify_num_valid,
             enable=out.enable,
+            row_offsets=out.row_offsets,
         ),
         write=WritePlan(
             write_offsets=out.write_offsets,

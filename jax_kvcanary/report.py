@@ -26,32 +26,47 @@ _PARTS: tuple[tuple[str, tuple[int, ...], str], ...] = (
 )
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("violation_ring", "summary"), meta_fields=())
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("violation_ring", "violation_request_rows", "row_flags", "summary"),
+    meta_fields=(),
+)
 @dataclass(frozen=True)
 class CanaryReport:
     """A step's copy of the log and the counters. It shares no memory with the state, so that it survives its donation.
 
-    The counters are packed into one small array, since the host fetches them at every step; the ring is fetched only when the
-    summary says that it has new rows. The properties are host views: they wait for the device.
+    The counters are packed into one small array, since the host fetches them at every step; the rest is fetched only when the
+    summary says that there are new rows. The properties are host views: they wait for the device.
 
     Fields:
         violation_ring: uint32 [ring_capacity, 8, 2]; see :class:`ViolationLog`.
+        violation_request_rows: int32 [ring_capacity]; likewise.
+        row_flags: int32 [bs]; for each row of the batch the :class:`FailReason` bits found in this step, so that a server can abort the
+            requests at fault and go on with the others. Empty for a sweep.
         summary: uint32 [158]; everything below, row-major, one after the other.
     """
 
     violation_ring: ArrayLike
+    violation_request_rows: ArrayLike | None
+    row_flags: ArrayLike
     summary: ArrayLike
 
     @classmethod
-    def of(cls, device_state: CanaryDeviceState, num_invalid_rows: ArrayLike) -> CanaryReport:
+    def of(cls, device_state: CanaryDeviceState, num_invalid_rows: ArrayLike, row_flags: ArrayLike | None = None) -> CanaryReport:
         """The report of a state; ``num_invalid_rows`` int32 [1] counts the rows of this batch that made no sense."""
+        log = device_state.violation_log
         values: dict[str, Any] = {
             **vars(device_state),
-            "violation_write_index": device_state.violation_log.violation_write_index,
+            "violation_write_index": log.violation_write_index,
             "num_invalid_rows": num_invalid_rows,
         }
         words = [jax.lax.bitcast_convert_type(jnp.ravel(values[name]), jnp.uint32) for name, _, _ in _PARTS]
-        return cls(violation_ring=jnp.copy(device_state.violation_log.violation_ring), summary=jnp.concatenate(words))
+        return cls(
+            violation_ring=jnp.copy(log.violation_ring),
+            violation_request_rows=None if log.violation_request_rows is None else jnp.copy(log.violation_request_rows),
+            row_flags=jnp.zeros((0,), jnp.int32) if row_flags is None else row_flags,
+            summary=jnp.concatenate(words),
+        )
 
     def copy_to_host_async(self) -> None:
         """Start the copy of the summary to the host."""

@@ -42,7 +42,7 @@ def from_int64(values: Any) -> np.ndarray:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("violation_ring", "violation_write_index"),
+    data_fields=("violation_ring", "violation_write_index", "violation_request_rows"),
     meta_fields=(),
 )
 @dataclass(frozen=True)
@@ -52,10 +52,13 @@ class ViolationLog:
     Fields:
         violation_ring: uint32 [ring_capacity, 8, 2]; rows of eight int64, as word pairs.
         violation_write_index: int32 [1]; violations so far, those that found the ring full included.
+        violation_request_rows: int32 [ring_capacity]; the row of ``req_to_token`` that each violation belongs to, -1 where it belongs to
+            none. None keeps no such list.
     """
 
     violation_ring: ArrayLike
     violation_write_index: ArrayLike
+    violation_request_rows: ArrayLike | None = None
 
     @classmethod
     def allocate(cls, *, ring_capacity: int) -> ViolationLog:
@@ -64,6 +67,7 @@ class ViolationLog:
         return cls(
             violation_ring=jnp.zeros((ring_capacity, VIOLATION_FIELDS, 2), jnp.uint32),
             violation_write_index=jnp.zeros((1,), jnp.int32),
+            violation_request_rows=jnp.full((ring_capacity,), -1, jnp.int32),
         )
 
     def rows(self) -> np.ndarray:
@@ -171,4 +175,13 @@ def check_device_state(state: Any, name: str = "device_state") -> CanaryDeviceSt
     ):
         check_dtype(value, f"{name}.{field}", dtype)
         check_shape(value, f"{name}.{field}", shape, "the state of a canary")
+    if log.violation_request_rows is not None:
+        capacity = log.violation_ring.shape[0]
+        check_dtype(log.violation_request_rows, f"{name}.violation_log.violation_request_rows", np.int32)
+        check_shape(
+            log.violation_request_rows,
+            f"{name}.violation_log.violation_request_rows",
+            (capacity,),
+            f"a violation ring of {capacity} rows",
+        )
     return state

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from jax_kvcanary import _launch
 from jax_kvcanary._checks import ArrayLike, check_array, check_enum, check_flag, check_type, index_array, token_array
 from jax_kvcanary._ffi import VERIFY_TARGET
-from jax_kvcanary._launch import Endpoint
+from jax_kvcanary._launch import BatchRows, Endpoint
 from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
 from jax_kvcanary.plan import VerifyPlan
 from jax_kvcanary.sources import RealKvSource
@@ -41,13 +43,14 @@ def verify_step(
     Raises:
         TypeError: a wrong type or dtype. ValueError: a wrong shape, tag, mode or source geometry.
     """
-    return verify_launch(
+    state, _ = verify_launch(
         [Endpoint(canary_buf, tag, real_kv_sources)],
         plan,
         device_state,
         mode=real_kv_hash_mode,
         check_expected_token=check_expected_token,
     )
+    return state
 
 
 def verify_launch(
@@ -57,19 +60,31 @@ def verify_launch(
     *,
     mode: RealKvHashMode,
     check_expected_token: bool,
-) -> CanaryDeviceState:
-    """Verify one plan against several canary buffers in one custom call."""
+    rows: BatchRows | None = None,
+) -> tuple[CanaryDeviceState, BatchRows]:
+    """Verify one plan against several canary buffers in one custom call.
+
+    Findings are attributed to ``rows`` where the plan says which entries belong to which.
+    """
     mode = check_enum(mode, "real_kv_hash_mode", RealKvHashMode)
     check_flag(check_expected_token, "check_expected_token")
-    _, state = _launch.call(
+    operands = _plan_operands(plan)
+    unknown = BatchRows.none()
+    rows = unknown if rows is None else rows
+    attributed = unknown if plan.row_offsets is None else rows
+    bs = attributed.requests.shape[0]
+    row_offsets = plan.row_offsets if bs else jnp.zeros((1,), jnp.int32)
+    operands.append(index_array(row_offsets, "plan.row_offsets", (bs + 1,), f"a batch of {bs} rows"))
+    _, state, marked = _launch.call(
         VERIFY_TARGET,
-        _plan_operands(plan),
+        operands,
         [endpoint.checked(mode) for endpoint in endpoints],
         mode,
         check_device_state(device_state),
+        attributed,
         check_expected_token=check_expected_token,
     )
-    return state
+    return state, rows if plan.row_offsets is None else marked
 
 
 def _plan_operands(plan: VerifyPlan) -> list[ArrayLike]:

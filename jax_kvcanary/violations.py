@@ -42,6 +42,7 @@ class Violation:
             (SLOT_OUT_OF_RANGE; tokens, for a row that left the token arrays).
         step: forward pass whose report first showed the row, counted from 1; None where the row was decoded without a report.
         earliest_step: first pass that it can come from, when several passed between two reports.
+        request_row: row of ``req_to_token`` whose request the slot was checked or written for; None where it was none's.
     """
 
     launch_tag: CanaryLaunchTag
@@ -54,10 +55,18 @@ class Violation:
     expected_aux: int
     step: int | None = None
     earliest_step: int | None = None
+    request_row: int | None = None
 
     @classmethod
-    def from_row(cls, row: Sequence[int] | np.ndarray, *, step: int | None = None, earliest_step: int | None = None) -> Violation:
-        """Decode eight int64 of the ring."""
+    def from_row(
+        cls,
+        row: Sequence[int] | np.ndarray,
+        *,
+        step: int | None = None,
+        earliest_step: int | None = None,
+        request_row: int | None = None,
+    ) -> Violation:
+        """Decode eight int64 of the ring; a negative request row is none."""
         tag, slot, position, stored, expected, chain_hash, aux, reasons = (int(field) for field in row)
         return cls(
             launch_tag=CanaryLaunchTag(tag),
@@ -70,6 +79,7 @@ class Violation:
             expected_aux=aux & _UINT64,
             step=step,
             earliest_step=earliest_step,
+            request_row=None if request_row is None or request_row < 0 else int(request_row),
         )
 
     def first_line(self) -> str:
@@ -85,7 +95,8 @@ class Violation:
         phase, half, kind = self.launch_tag.name.split("_")
         when = {"HEAD": "before the forward", "TAIL": "after the forward", "SWEEP": "in a sweep over cached slots"}[phase]
         where = f"{half} records of the {'full' if kind == 'FULL' else 'sliding-window'} pool"
-        lines = [self.first_line(), f"  found {self._step_text()}{when}, in the {where}"]
+        whose = "" if self.request_row is None else f", for request row {self.request_row}"
+        lines = [self.first_line(), f"  found {self._step_text()}{when}, in the {where}{whose}"]
         lines += [f"  {reason_text(reason)}: {_EXPLANATIONS[reason]}" for reason in FailReason if reason in self.fail_reason]
         return "\n".join(lines)
 

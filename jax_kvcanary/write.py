@@ -9,7 +9,7 @@ import jax
 from jax_kvcanary import _launch
 from jax_kvcanary._checks import ArrayLike, check_array, check_enum, check_type, index_array, integer_array
 from jax_kvcanary._ffi import WRITE_TARGET
-from jax_kvcanary._launch import Endpoint
+from jax_kvcanary._launch import BatchRows, Endpoint
 from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
 from jax_kvcanary.plan import WritePlan
 from jax_kvcanary.sources import RealKvSource
@@ -60,7 +60,7 @@ def write_step(
         TypeError: a wrong type or dtype. ValueError: a wrong shape, tag, mode or source geometry, or one expected array without
             the other.
     """
-    buffers, state = write_launch(
+    buffers, state, _ = write_launch(
         [Endpoint(canary_buf, tag, real_kv_sources)],
         plan,
         input_ids,
@@ -87,8 +87,9 @@ def write_launch(
     expected_input_tokens: ArrayLike | None = None,
     expected_input_positions: ArrayLike | None = None,
     parents: ArrayLike | None = None,
-) -> tuple[list[jax.Array], CanaryDeviceState]:
-    """Write one step's records into several canary buffers in one custom call."""
+    rows: BatchRows | None = None,
+) -> tuple[list[jax.Array], CanaryDeviceState, BatchRows]:
+    """Write one step's records into several canary buffers in one custom call; findings are attributed to ``rows``."""
     mode = check_enum(mode, "real_kv_hash_mode", RealKvHashMode)
     plan_operands = _plan_operands(plan)
     ids = integer_array(input_ids, "input_ids", (None,), "one token each")
@@ -120,6 +121,7 @@ def write_launch(
         [endpoint.checked(mode) for endpoint in endpoints],
         mode,
         state,
+        BatchRows.none() if rows is None else rows,
         scratch_words=len(endpoints) * links * _LINK_WORDS,
         writes=True,
         check_input=check_input,

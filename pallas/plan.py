@@ -55,6 +55,7 @@ class PlanResults(NamedTuple):
     verify_expected_tokens: jax.Array
     verify_num_valid: jax.Array
     enable: jax.Array
+    row_offsets: jax.Array
     write_offsets: jax.Array
     write_seed_slot_indices: jax.Array
     write_num_valid_reqs: jax.Array
@@ -101,7 +102,7 @@ def _plan_jnp(arrays: PlanArrays, s: PlanStatics) -> PlanResults:
     in_batch = jnp.arange(rows_out) <= s.batch_size
     return _results(
         entries,
-        RowOutputs(verify_offsets, jnp.where(in_batch, write_offsets[:rows_out], 0), seeds[: s.write_req_capacity]),
+        RowOutputs(verify_offsets[: s.batch_size + 1], jnp.where(in_batch, write_offsets[:rows_out], 0), seeds[: s.write_req_capacity]),
         jnp.stack([num_valid, enable, totals.invalid]),
         s,
     )
@@ -192,6 +193,7 @@ def _results(entries: EntryOutputs, rows: RowOutputs, scalars: jax.Array, s: Pla
         verify_expected_tokens=entries.expected_token,
         verify_num_valid=scalars[0:1],
         enable=scalars[1:2],
+        row_offsets=rows.verify_offsets,
         write_offsets=rows.write_offsets,
         write_seed_slot_indices=rows.seeds,
         write_num_valid_reqs=jnp.full_like(scalars[0:1], s.batch_size),

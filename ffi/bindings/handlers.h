@@ -10,12 +10,14 @@ namespace kvcanary {
 // Launcher: ffi::Error(const VerifyLaunch&).
 template <typename Launcher>
 ffi::Error handle_verify(Launcher launcher, Int32s slots, Int32s expected_tokens, Int32s expected_positions, Int32s prev_slots,
-                         Int32s num_valid, Int32s enable, ffi::RemainingArgs arrays, ffi::RemainingRets results, Sizes tags,
-                         Sizes source_counts, Sizes source_geometry, bool check_expected_token) {
+                         Int32s num_valid, Int32s enable, Int32s row_offsets, Int32s requests, ffi::RemainingArgs arrays,
+                         ffi::RemainingRets results, Sizes tags, Sizes source_counts, Sizes source_geometry,
+                         bool check_expected_token) {
   const std::string operation = "kvcanary_verify";
   const size_t capacity = slots.element_count();
   if (expected_tokens.element_count() != capacity || expected_positions.element_count() != capacity ||
-      prev_slots.element_count() != capacity || num_valid.element_count() != 1 || enable.element_count() != 1) {
+      prev_slots.element_count() != capacity || num_valid.element_count() != 1 || enable.element_count() != 1 ||
+      row_offsets.element_count() != requests.element_count() + 1) {
     return invalid(operation, "the arrays of the plan have different lengths.");
   }
   VerifyLaunch launch{};
@@ -25,10 +27,11 @@ ffi::Error handle_verify(Launcher launcher, Int32s slots, Int32s expected_tokens
   launch.prev_slots = prev_slots.typed_data();
   launch.num_valid = num_valid.typed_data();
   launch.enable = enable.typed_data();
+  launch.row_offsets = row_offsets.typed_data();
   launch.capacity = static_cast<int64_t>(capacity);
   launch.check_expected_token = check_expected_token;
   const EndpointAttrs attrs{tags, source_counts, source_geometry};
-  if (ffi::Error error = unpack_log(operation, results, &launch.log); error.failure()) return error;
+  if (ffi::Error error = unpack_log(operation, requests, results, &launch.log); error.failure()) return error;
   if (ffi::Error error = unpack_endpoints(operation, arrays, attrs, &launch.endpoints); error.failure()) return error;
   return launcher(launch);
 }
@@ -37,9 +40,9 @@ ffi::Error handle_verify(Launcher launcher, Int32s slots, Int32s expected_tokens
 template <typename Launcher>
 ffi::Error handle_write(Launcher launcher, Int32s offsets, Int32s seed_slots, Int32s num_rows, ffi::AnyBuffer tokens,
                         ffi::AnyBuffer positions, ffi::AnyBuffer slots, ffi::AnyBuffer expected_tokens,
-                        ffi::AnyBuffer expected_positions, ffi::AnyBuffer parents, Int32s check_positions, ffi::RemainingArgs arrays,
-                        ffi::RemainingRets results, Sizes tags, Sizes source_counts, Sizes source_geometry, bool check_input,
-                        bool tree) {
+                        ffi::AnyBuffer expected_positions, ffi::AnyBuffer parents, Int32s check_positions, Int32s requests,
+                        ffi::RemainingArgs arrays, ffi::RemainingRets results, Sizes tags, Sizes source_counts,
+                        Sizes source_geometry, bool check_input, bool tree) {
   const std::string operation = "kvcanary_write";
   if (offsets.element_count() != seed_slots.element_count() + 1 || num_rows.element_count() != 1 || check_positions.element_count() != 1) {
     return invalid(operation, "the arrays of the plan have unexpected lengths.");
@@ -63,7 +66,7 @@ ffi::Error handle_write(Launcher launcher, Int32s offsets, Int32s seed_slots, In
     if (ffi::Error error = unpack_integers(operation, *array, launch.num_tokens, target); error.failure()) return error;
   }
   const EndpointAttrs attrs{tags, source_counts, source_geometry};
-  if (ffi::Error error = unpack_log(operation, results, &launch.log); error.failure()) return error;
+  if (ffi::Error error = unpack_log(operation, requests, results, &launch.log); error.failure()) return error;
   if (ffi::Error error = unpack_endpoints(operation, arrays, attrs, &launch.endpoints); error.failure()) return error;
   if (ffi::Error error = unpack_write_results(operation, results, &launch); error.failure()) return error;
   return launcher(launch);
@@ -79,6 +82,8 @@ auto bind_verify(Binding binding) {
       .template Arg<Int32s>()  // prev_slots
       .template Arg<Int32s>()  // num_valid
       .template Arg<Int32s>()  // enable
+      .template Arg<Int32s>()  // row_offsets
+      .template Arg<Int32s>()  // requests
       .RemainingArgs()         // log, canary buffers, sources
       .RemainingRets()         // log
       .template Attr<Sizes>("tags")
@@ -100,6 +105,7 @@ auto bind_write(Binding binding) {
       .template Arg<ffi::AnyBuffer>()  // expected_positions
       .template Arg<ffi::AnyBuffer>()  // parents
       .template Arg<Int32s>()          // check_positions
+      .template Arg<Int32s>()          // requests
       .RemainingArgs()                 // log, canary buffers, sources
       .RemainingRets()                 // log, links (scratch), canary buffers
       .template Attr<Sizes>("tags")

@@ -31,21 +31,25 @@ inline ffi::Error invalid(const std::string& operation, const std::string& probl
 }
 
 // Fixed part of every launch's results: the log, aliased to the first of the remaining operands.
-inline constexpr size_t kLogArrays = 6;
+inline constexpr size_t kLogArrays = 8;
 
 // The aliased results hold the log's content: XLA copies it there where the operands were not donated.
-inline ffi::Error unpack_log(const std::string& operation, ffi::RemainingRets results, Log* log) {
+inline ffi::Error unpack_log(const std::string& operation, const Int32s& requests, ffi::RemainingRets results, Log* log) {
   auto ring = results.get<ffi::Buffer<ffi::U32, 3>>(0);
   auto write_index = results.get<Int32s>(1);
   auto kernel_runs = results.get<ffi::Buffer<ffi::U32, 2>>(2);
   auto slot_runs = results.get<ffi::Buffer<ffi::U32, 2>>(3);
   auto reasons = results.get<ffi::Buffer<ffi::U32, 2>>(4);
   auto skips = results.get<ffi::BufferR1<ffi::U32>>(5);
+  auto request_rows = results.get<Int32s>(6);
+  auto row_flags = results.get<Int32s>(7);
   const bool typed = ring.has_value() && write_index.has_value() && kernel_runs.has_value() && slot_runs.has_value() &&
-                     reasons.has_value() && skips.has_value();
+                     reasons.has_value() && skips.has_value() && request_rows.has_value() && row_flags.has_value();
   const bool sound = typed && (*ring)->element_count() % (2 * kViolationFields) == 0 && (*write_index)->element_count() == 1 &&
                      (*kernel_runs)->element_count() == 2 * kNumTags && (*slot_runs)->element_count() == 2 * kNumTags &&
-                     (*reasons)->element_count() == kNumTags * kReasonColumns && (*skips)->element_count() == kNumTags;
+                     (*reasons)->element_count() == kNumTags * kReasonColumns && (*skips)->element_count() == kNumTags &&
+                     (*request_rows)->element_count() * 2 * kViolationFields == (*ring)->element_count() &&
+                     (*row_flags)->element_count() == requests.element_count();
   if (!sound) return invalid(operation, "the arrays of the device state have unexpected types or sizes.");
   log->ring = reinterpret_cast<int64_t*>((*ring)->typed_data());
   log->write_index = (*write_index)->typed_data();
@@ -53,6 +57,10 @@ inline ffi::Error unpack_log(const std::string& operation, ffi::RemainingRets re
   log->slot_runs = reinterpret_cast<uint64_t*>((*slot_runs)->typed_data());
   log->reasons = (*reasons)->typed_data();
   log->skips = (*skips)->typed_data();
+  log->request_rows = (*request_rows)->typed_data();
+  log->row_flags = (*row_flags)->typed_data();
+  log->requests = requests.typed_data();
+  log->num_rows = static_cast<int64_t>(requests.element_count());
   log->ring_capacity = static_cast<int64_t>((*ring)->element_count() / (2 * kViolationFields));
   return ffi::Error::Success();
 }

@@ -17,12 +17,12 @@ uint64_t write_row(const WriteLaunch& launch, int e, int64_t row, const RowRange
       const Parent parent = parent_of(launch, range, i);
       end = parent.entry < 0 ? seed : launch.end(e, parent.entry);
       if (!parent.sound && entry.slot >= 0) {
-        report_parent(launch, endpoint, i, entry, end.hash);
+        report_parent(launch, endpoint, row, i, entry, end.hash);
         follows = false;
       }
     }
     if (entry.slot >= 0) {
-      check_entry(launch, endpoint, i, entry, end.hash, follows, end.position);
+      check_entry(launch, endpoint, row, i, entry, end.hash, follows, end.position);
       if (endpoint.holds(entry.slot)) {
         endpoint.records[entry.slot] = {entry.token, entry.position, end.hash, endpoint.real_kv_hash_of(entry.slot)};
         ++stored;

@@ -118,8 +118,8 @@ __global__ void __launch_bounds__(kChainWarps * kWarp) chain_kernel(const __grid
     const bool owned = endpoint.holds(entry.slot) && endpoint.records[entry.slot].real_kv_hash == static_cast<uint64_t>(row);
     const Before before = kTree ? walk_tree(launch, blockIdx.y, range, base, entry, lane, seed) : walk_chain(entry, lane, &end);
     if (entry.slot >= 0) {
-      if (!before.sound) report_parent(launch, endpoint, i, entry, before.link.hash);
-      check_entry(launch, endpoint, i, entry, before.link.hash, check_positions && before.sound, before.link.position);
+      if (!before.sound) report_parent(launch, endpoint, row, i, entry, before.link.hash);
+      check_entry(launch, endpoint, row, i, entry, before.link.hash, check_positions && before.sound, before.link.position);
     }
 
     // Of entries that name one slot the last one stays.

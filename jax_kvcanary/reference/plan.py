@@ -69,7 +69,7 @@ def plan(
 
     num_entries, num_invalid = 0, 0
     to_verify: list[tuple[Row, range]] = []
-    offsets, seeds = [0], []
+    offsets, seeds, row_offsets = [0], [], [0]
     for row in rows:
         seed, write_len = -1, 0
         if row.req_pool_index != REQ_POOL_IDX_PADDING:
@@ -85,6 +85,7 @@ def plan(
                     seed = translate(int(table[row.req_pool_index, row.prefix_len - 1]))
         offsets.append(min(offsets[-1] + write_len, INT32_MAX))
         seeds.append(seed)
+        row_offsets.append(min(num_entries, INT32_MAX))
 
     # The entries of an overflow are counted and not listed: there could be any number of them.
     enable = num_entries <= verify_capacity
@@ -100,6 +101,7 @@ def plan(
             verify_prev_slot_indices=columns[:, 3].copy(),
             verify_num_valid=np.array([min(num_entries, verify_capacity)], np.int32),
             enable=np.array([enable], np.int32),
+            row_offsets=np.array(row_offsets, np.int32),
         ),
         write=WritePlan(
             write_offsets=np.array(offsets + [0] * unused_rows, np.int32),

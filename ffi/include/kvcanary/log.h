@@ -33,13 +33,17 @@ struct Violation {
 };
 
 struct Log {
-  int64_t* ring;          // [ring_capacity, 8]
-  int32_t* write_index;   // [1]
-  uint64_t* kernel_runs;  // [12]
-  uint64_t* slot_runs;    // [12]
-  uint32_t* reasons;      // [12, 8]
-  uint32_t* skips;        // [12]
+  int64_t* ring;            // [ring_capacity, 8]
+  int32_t* request_rows;    // [ring_capacity]: the request row of each violation, -1 where it belongs to none
+  int32_t* write_index;     // [1]
+  uint64_t* kernel_runs;    // [12]
+  uint64_t* slot_runs;      // [12]
+  uint32_t* reasons;        // [12, 8]
+  uint32_t* skips;          // [12]
+  int32_t* row_flags;       // [num_rows]: the reasons found for each row of the batch in this step
+  const int32_t* requests;  // [num_rows]: the request row of each row of the batch
   int64_t ring_capacity;
+  int64_t num_rows;  // 0 where findings are not told apart by row
 };
 
 // Atomic on both sides: threads of a GPU, or of a host pool, log at the same time.
@@ -59,6 +63,14 @@ KVC_HD void add(uint64_t* counter, uint64_t value) {
 #endif
 }
 
+KVC_HD void set_bits(int32_t* flags, int32_t bits) {
+#if defined(__CUDA_ARCH__)
+  atomicOr(flags, bits);
+#else
+  __atomic_fetch_or(flags, bits, __ATOMIC_RELAXED);
+#endif
+}
+
 // Counts a violation and returns its number. The count stays at 2^31 - 1 once it is there, rather than turn negative.
 KVC_HD int32_t next_violation(int32_t* write_index) {
 #if defined(__CUDA_ARCH__)
@@ -71,22 +83,26 @@ KVC_HD int32_t next_violation(int32_t* write_index) {
   return number;
 }
 
-// Fill-once: a row that finds the ring full is dropped, but it is counted, and so is each of its reasons.
-KVC_HD void record(const Log& log, const Violation& v) {
+// Fill-once: a violation that finds the ring full is dropped, but it is counted, and so is each of its reasons. `row` is the
+// row of the batch that it belongs to, -1 for none.
+KVC_HD void record(const Log& log, const Violation& v, int64_t row) {
+  const bool attributed = row >= 0 && row < log.num_rows;
+  if (attributed) set_bits(&log.row_flags[row], static_cast<int32_t>(v.reasons));
   for (int bit = 0; bit < kReasonColumns; ++bit) {
     if (v.reasons >> bit & 1) add(&log.reasons[v.tag * kReasonColumns + bit], 1u);
   }
   const int32_t number = next_violation(log.write_index);
   if (number < 0 || number >= log.ring_capacity) return;
-  int64_t* row = log.ring + static_cast<int64_t>(number) * kViolationFields;
-  row[0] = v.tag;
-  row[1] = v.slot;
-  row[2] = v.position;
-  row[3] = v.stored_token;
-  row[4] = v.expected_token;
-  row[5] = static_cast<int64_t>(v.stored_chain_hash);
-  row[6] = static_cast<int64_t>(v.expected_aux);
-  row[7] = v.reasons;
+  log.request_rows[number] = attributed ? log.requests[row] : -1;
+  int64_t* fields = log.ring + static_cast<int64_t>(number) * kViolationFields;
+  fields[0] = v.tag;
+  fields[1] = v.slot;
+  fields[2] = v.position;
+  fields[3] = v.stored_token;
+  fields[4] = v.expected_token;
+  fields[5] = static_cast<int64_t>(v.stored_chain_hash);
+  fields[6] = static_cast<int64_t>(v.expected_aux);
+  fields[7] = v.reasons;
 }
 
 }  // namespace kvcanary

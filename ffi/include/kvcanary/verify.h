@@ -16,6 +16,7 @@ struct VerifyLaunch {
   const int32_t* prev_slots;          // [capacity]
   const int32_t* num_valid;           // [1]
   const int32_t* enable;              // [1]
+  const int32_t* row_offsets;         // [log.num_rows + 1]: first entry of each row of the batch
   int64_t capacity;
   bool check_expected_token;
   Log log;
@@ -39,6 +40,20 @@ KVC_HD bool begin_verify(const VerifyLaunch& launch, const Endpoint& endpoint) {
   return true;
 }
 
+// The row of the batch that an entry belongs to: the last one that does not begin behind it. Looked up for findings only.
+KVC_HD int64_t row_of_entry(const VerifyLaunch& launch, int64_t entry) {
+  int64_t low = -1, high = launch.log.num_rows;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    if (launch.row_offsets[middle] <= entry) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
 KVC_HD void verify_entry(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t entry) {
   const int64_t slot = launch.slots[entry];
   if (slot == 0) return;
@@ -54,7 +69,7 @@ KVC_HD void verify_entry(const VerifyLaunch& launch, const Endpoint& endpoint, i
                         /*expected_token=*/expected_token,
                         /*stored_chain_hash=*/0,
                         /*expected_aux=*/static_cast<uint64_t>(endpoint.num_slots),
-                        /*reasons=*/kSlotOutOfRange});
+                        /*reasons=*/kSlotOutOfRange}, row_of_entry(launch, entry));
     return;
   }
 
@@ -79,7 +94,7 @@ KVC_HD void verify_entry(const VerifyLaunch& launch, const Endpoint& endpoint, i
                       /*expected_token=*/expected_token,
                       /*stored_chain_hash=*/stored.prev_hash,
                       /*expected_aux=*/expected_hash,
-                      /*reasons=*/reasons});
+                      /*reasons=*/reasons}, row_of_entry(launch, entry));
 }
 
 }  // namespace kvcanary

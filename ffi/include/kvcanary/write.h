@@ -99,7 +99,7 @@ KVC_HD void check_row(const WriteLaunch& launch, const Endpoint& endpoint, int64
                         /*expected_token=*/-1,
                         /*stored_chain_hash=*/0,
                         /*expected_aux=*/static_cast<uint64_t>(launch.num_tokens),
-                        /*reasons=*/kSlotOutOfRange});
+                        /*reasons=*/kSlotOutOfRange}, row);
   }
   const int64_t seed_slot = launch.seed_slots[row];
   if (range.empty() || seed_slot < endpoint.num_slots) return;
@@ -111,7 +111,7 @@ KVC_HD void check_row(const WriteLaunch& launch, const Endpoint& endpoint, int64
                       /*expected_token=*/-1,
                       /*stored_chain_hash=*/kAnchorHash,
                       /*expected_aux=*/static_cast<uint64_t>(endpoint.num_slots),
-                      /*reasons=*/kSlotOutOfRange});
+                      /*reasons=*/kSlotOutOfRange}, row);
 }
 
 // Which entry of a tree entry i follows: one before it in its row, or -1 for the row's seed.
@@ -128,7 +128,8 @@ KVC_HD Parent parent_of(const WriteLaunch& launch, const RowRange& range, int64_
 }
 
 // The finding of an entry whose parent is none: it follows the seed instead, so that one bad index does not cascade.
-KVC_HD void report_parent(const WriteLaunch& launch, const Endpoint& endpoint, int64_t i, const Entry& entry, uint64_t running) {
+KVC_HD void report_parent(const WriteLaunch& launch, const Endpoint& endpoint, int64_t row, int64_t i, const Entry& entry,
+                          uint64_t running) {
   record(launch.log, {/*tag=*/endpoint.tag,
                       /*slot=*/launch.parents[i],
                       /*position=*/entry.position,
@@ -136,13 +137,13 @@ KVC_HD void report_parent(const WriteLaunch& launch, const Endpoint& endpoint, i
                       /*expected_token=*/-1,
                       /*stored_chain_hash=*/running,
                       /*expected_aux=*/static_cast<uint64_t>(i),
-                      /*reasons=*/kSlotOutOfRange});
+                      /*reasons=*/kSlotOutOfRange}, row);
 }
 
 // Findings of an entry that is not skipped; running is the hash before it, previous the position it should follow
 // where follows says that there is one.
-KVC_HD void check_entry(const WriteLaunch& launch, const Endpoint& endpoint, int64_t i, const Entry& entry, uint64_t running,
-                        bool follows, int64_t previous) {
+KVC_HD void check_entry(const WriteLaunch& launch, const Endpoint& endpoint, int64_t row, int64_t i, const Entry& entry,
+                        uint64_t running, bool follows, int64_t previous) {
   if (entry.slot >= endpoint.num_slots) {
     record(launch.log, {/*tag=*/endpoint.tag,
                         /*slot=*/entry.slot,
@@ -151,7 +152,7 @@ KVC_HD void check_entry(const WriteLaunch& launch, const Endpoint& endpoint, int
                         /*expected_token=*/-1,
                         /*stored_chain_hash=*/running,
                         /*expected_aux=*/static_cast<uint64_t>(endpoint.num_slots),
-                        /*reasons=*/kSlotOutOfRange});
+                        /*reasons=*/kSlotOutOfRange}, row);
     return;
   }
   if (launch.check_input) {
@@ -166,7 +167,7 @@ KVC_HD void check_entry(const WriteLaunch& launch, const Endpoint& endpoint, int
                           /*expected_token=*/expected_token,
                           /*stored_chain_hash=*/running,
                           /*expected_aux=*/static_cast<uint64_t>(expected_position),
-                          /*reasons=*/reasons});
+                          /*reasons=*/reasons}, row);
     }
   }
   // Unsigned, so that the successor of the largest position wraps instead of being undefined.
@@ -179,7 +180,7 @@ KVC_HD void check_entry(const WriteLaunch& launch, const Endpoint& endpoint, int
                         /*expected_token=*/entry.token,
                         /*stored_chain_hash=*/running,
                         /*expected_aux=*/next,
-                        /*reasons=*/kWritePosition});
+                        /*reasons=*/kWritePosition}, row);
   }
 }
 
