@@ -154,7 +154,7 @@ class Canary:
         Args:
             step: steps so far, this one included.
         """
-        check_int(step, "step", 0, INT64_MAX)
+        step = check_int(step, "step", 0, INT64_MAX)
         interval = self.config.sweep_interval
         return interval > 0 and step > 0 and step % interval == 0
 
