@@ -29,6 +29,7 @@ from jax_kvcanary.reference import mix3, splitmix64
 from jax_kvcanary.report import CanaryReport
 from jax_kvcanary.sources import RealKvSource, SourceSpec
 from jax_kvcanary.state import CanaryDeviceState, ViolationLog, to_int64
+from jax_kvcanary.sweep import CacheNode, sweep_plan
 from jax_kvcanary.verify import verify_step
 from jax_kvcanary.violations import CanaryViolationError, Violation
 from jax_kvcanary.write import write_step
@@ -42,6 +43,7 @@ __all__ = [
     "REQ_POOL_IDX_PADDING",
     "TOKEN_TO_KV_SLOT_PADDING",
     "VIOLATION_FIELDS",
+    "CacheNode",
     "Canary",
     "CanaryBufferGroup",
     "CanaryConfig",
@@ -76,6 +78,7 @@ __all__ = [
     "reference",
     "register_pool_attacher",
     "splitmix64",
+    "sweep_plan",
     "to_int64",
     "verify_step",
     "write_step",

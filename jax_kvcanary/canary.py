@@ -17,7 +17,7 @@ from jax_kvcanary._launch import BatchRows
 from jax_kvcanary.batch import ForwardBatch
 from jax_kvcanary.buffers import CanaryBufferGroup
 from jax_kvcanary.config import CanaryConfig, CanaryLaunchCapacities, CanaryMode
-from jax_kvcanary.constants import FRESH_RECORD_BYTE, INT32_MAX, PoolKind, RealKvHashMode
+from jax_kvcanary.constants import FRESH_RECORD_BYTE, INT32_MAX, INT64_MAX, PoolKind, RealKvHashMode
 from jax_kvcanary.plan import Plan, VerifyPlan, plan, translate_slots
 from jax_kvcanary.pools import attach_canary_buffers
 from jax_kvcanary.report import CanaryReport
@@ -130,7 +130,7 @@ class Canary:
 
         Args:
             state: the canary's state.
-            verify_plan: entries in the group's own slots; expected tokens other than -1 are compared.
+            verify_plan: entries in the group's own slots, as :func:`sweep_plan` lists them; expected tokens other than -1 are compared.
             pool: the live pool.
             kind: which group.
 
@@ -156,6 +156,16 @@ class Canary:
                 check_expected_token=True,
             )
         return CanaryState(state.groups, device_state), CanaryReport.of(device_state, jnp.zeros((1,), jnp.int32))
+
+    def sweep_due(self, step: int) -> bool:
+        """Whether a sweep follows this step, so that there is one every ``config.sweep_interval`` steps, and none where that is 0.
+
+        Args:
+            step: steps so far, this one included.
+        """
+        step = check_int(step, "step", 0, INT64_MAX)
+        interval = self.config.sweep_interval
+        return interval > 0 and step > 0 and step % interval == 0
 
     def wrap(self, forward: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[CanaryState, CanaryReport, Any, Any]]:
         """Bracket a forward: ``forward(*args, batch, pool) -> (out, pool)``.

@@ -29,7 +29,7 @@ class CanaryConfig:
     Fields:
         mode: see :class:`CanaryMode`; a plain string is taken too.
         ring_capacity: rows of the violation ring, at least 1.
-        sweep_interval: steps between two sweeps over the prefix cache; 0 is never.
+        sweep_interval: steps between two sweeps over the prefix cache, see :meth:`Canary.sweep_due`; 0 is never.
         real_kv_hash_mode: how many real KV bytes go into a TAIL record.
         enable_write_input_assert: compare the tokens and positions written with expected ones of the batch.
         enable_verify_token_assert: compare stored tokens with a table of expected ones.

@@ -32,6 +32,7 @@ PARTIAL_READ_BYTES = 16
 FRESH_RECORD_BYTE = 0xFF
 
 INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
 
 
 class PoolKind(IntEnum):

@@ -27,6 +27,7 @@ needs_model = pytest.mark.skipif(bool(MISSING), reason=f"the demo's packages are
 
 NONE = kvc.CanaryConfig(mode=kvc.CanaryMode.NONE)
 RAISE = kvc.CanaryConfig(mode=kvc.CanaryMode.RAISE)
+SWEEP = dataclasses.replace(RAISE, sweep_interval=5)
 NO_STOP = -1
 CAPITAL = "The capital of France is"
 ONE_SHOT = Limits(num_slots=97, max_batch=3, max_seq_len=64, chunk=64, token_buckets=(64,))
@@ -53,7 +54,7 @@ def plain(shallow: demo.Loaded) -> Served:
 
 @pytest.fixture(scope="module")
 def checked(shallow: demo.Loaded) -> Served:
-    return serve(shallow, SHORT, RAISE, short_requests())
+    return serve(shallow, SHORT, SWEEP, short_requests())
 
 
 def serve(loaded: demo.Loaded, limits: Limits, config: kvc.CanaryConfig, requests: Sequence[Request], **hooks: EarlyFree) -> Served:
@@ -124,10 +125,17 @@ def test_the_canary_checked_every_record(checked: Served) -> None:
     checks = checked.checks
     assert checks is not None
     assert checks.is_complete
-    assert set(checks.launches) == {"HEAD_K_FULL", "HEAD_V_FULL", "TAIL_K_FULL", "TAIL_V_FULL"}
+    sweeps = {"SWEEP_K_FULL", "SWEEP_V_FULL"}
+    assert set(checks.launches) == {"HEAD_K_FULL", "HEAD_V_FULL", "TAIL_K_FULL", "TAIL_V_FULL"} | sweeps
     assert checks.expected_verified > checks.expected_written > 100
-    assert not dataclasses.replace(checks, expected_written=checks.expected_written + 1).is_complete
+    assert checks.expected_sweeps == checked.steps // 5
+    assert checks.expected_swept > 100
+    for name in ("expected_written", "expected_verified", "expected_launches", "expected_sweeps", "expected_swept"):
+        assert not dataclasses.replace(checks, **{name: getattr(checks, name) + 1}).is_complete
     assert not dataclasses.replace(checks, launches={}).is_complete
+    not_swept = {tag: launches for tag, launches in checks.launches.items() if tag not in sweeps}
+    assert not dataclasses.replace(checks, launches=not_swept).is_complete
+    assert dataclasses.replace(checks, launches=not_swept, expected_sweeps=0).is_complete
 
 
 @needs_model

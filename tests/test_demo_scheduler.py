@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import jax_kvcanary as kvc
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from smollm2.allocator import SlotAllocator
@@ -79,9 +81,22 @@ class Shadow:
         assert not batch.extend_seq_lens[len(batch.work) :].any()
         return next_tokens
 
+    def sweep(self, tree: RadixTree) -> None:
+        """Verify every slot of the tree as a sweep does."""
+        plan = kvc.sweep_plan(tree.root)
+        count = int(plan.verify_num_valid[0])
+        slots = plan.verify_slot_indices[:count].tolist()
+        assert sorted(slots) == sorted(tree_slots(tree))
+        entries = zip(slots, plan.verify_expected_positions, plan.verify_prev_slot_indices, plan.verify_expected_tokens, strict=False)
+        for slot, position, prev_slot, token in entries:
+            record = self.records[slot]
+            assert record is not None
+            assert (len(record) - 1, record[-1]) == (position, token)
+            assert prev_slot == -1 if position == 0 else self.records[prev_slot] == record[:-1]
+
 
 def tree_slots(tree: RadixTree) -> list[int]:
-    return [slot for node in tree.nodes() for slot in node.slots]
+    return [slot for node in tree.nodes() for slot in node.value]
 
 
 def check_invariants(scheduler: Scheduler) -> None:
@@ -95,13 +110,13 @@ def check_invariants(scheduler: Scheduler) -> None:
         shared, node = [], request.node
         while node is not None and node.parent is not None:
             locks[node] += 1
-            shared = node.slots + shared
+            shared = node.value + shared
             node = node.parent
         assert shared == scheduler.slots_of(request)[: request.num_shared]
     for node in scheduler.tree.nodes():
-        assert node.lock_count == locks[node]
-        assert len(node.tokens) == len(node.slots) > 0
-        assert all(child.parent is node and child.tokens[0] == first for first, child in node.children.items())
+        assert node.lock_ref == locks[node]
+        assert len(node.key) == len(node.value) > 0
+        assert all(child.parent is node and child.key[0] == first for first, child in node.children.items())
 
     rows = [request.row for request in scheduler.running]
     assert len(set(rows)) == len(rows) <= scheduler.limits.max_batch
@@ -129,6 +144,7 @@ def serve(requests: list[Request], limits: Limits) -> Stats:
         shadow.release(scheduler.take_freed())
         scheduler.commit(batch, shadow.step(batch, scheduler.table))
         check_invariants(scheduler)
+        shadow.sweep(scheduler.tree)
         steps += 1
         assert steps < 5000, "the scheduler makes no progress"
     assert scheduler.schedule() is None

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -204,6 +205,16 @@ def test_custom_calls_of_each_piece(v_half):
     assert custom_calls(compiled_text(canary.release, state, batch.out_cache_loc, pool)) == [0, 0]
 
 
+def test_a_sweep_interval_adds_nothing_to_a_step():
+    """Sweeps are calls of their own: the step of a loop that has some is that of a loop without."""
+    texts = []
+    for interval in (0, 3):
+        canary, state, pool = install(MHATokenToKVPool, dataclasses.replace(CONFIG, sweep_interval=interval))
+        texts.append(compiled_text(partial(one_step, canary), state, make_batch(), pool, donate=(0, 2)))
+    assert texts[0] == texts[1]
+    assert custom_calls(texts[0]) == [2, 2]
+
+
 def test_custom_calls_of_the_operations():
     _, state, _ = install(MHATokenToKVPool)
     batch = make_batch()
@@ -248,6 +259,20 @@ def test_donated_arrays_stay_where_they_are(pool_class, run):
         assert pointers((state.groups, pool)) == before
     kernel_runs = kvc.to_int64(state.device_state.kernel_run_counters)
     assert kernel_runs[0] == 6 * (STEPS if run is scanned_steps else 1)
+
+
+def test_a_donated_sweep_stays_where_it_is():
+    canary, state, pool = install(MHATokenToKVPool)
+    sweep = jax.jit(canary.sweep, donate_argnums=0)
+    root = SimpleNamespace(key=[], value=[], children={})
+    root.children[5] = SimpleNamespace(key=[5, 6, 7], value=[1, 2, 3], children={})
+    plan = kvc.sweep_plan(root)
+    text = sweep.lower(state, plan, pool).compile().as_text()
+    assert custom_calls(text) == [1, 0]  # K and V shared
+    assert large_copies(text) == []
+    before = pointers(state.groups)
+    state, _ = sweep(state, plan, pool)
+    assert pointers(state.groups) == before
 
 
 def test_a_donated_release_stays_where_it_is():

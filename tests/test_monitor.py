@@ -282,6 +282,13 @@ def test_a_sweep_belongs_to_the_step_before_it():
     assert steps_of(monitor) == [(1, 1), (1, 1)]
 
 
+def test_a_sweep_before_the_first_step():
+    monitor = make_monitor()
+    rows = [row(5, Tag.SWEEP_K_FULL), row(3)]
+    handle(monitor, make_report(0, rows[:1]), make_report(1, rows))
+    assert steps_of(monitor) == [(0, 0), (1, 1)]
+
+
 def test_steps_of_a_canary_with_a_window_group_alone():
     monitor = make_monitor()
     handle(monitor, make_report(1, [row(3, Tag.TAIL_K_SWA)], tag=Tag.TAIL_K_SWA))

@@ -22,6 +22,7 @@ from smollm2.weights import load_params, model_config, open_gguf
 # The pool is small on purpose: all prompts and answers together do not fit.
 LIMITS = Limits(num_slots=176, max_batch=8, max_seq_len=128, chunk=24, token_buckets=(8, 64))
 NEW_TOKENS = 24
+SWEEP_INTERVAL = 8
 PLANT_AT_STEP = 16
 
 
@@ -134,7 +135,8 @@ def run_demo(limits: Limits = LIMITS, new_tokens: int = NEW_TOKENS, plant_at_ste
     print(f"pool of {limits.num_slots} slots; {limits.max_batch} rows; chunks of {limits.chunk} tokens; steps of {sizes} tokens")
     verdict = Verdict()
     off, on = (
-        Engine(loaded.params, loaded.config, limits, kvc.CanaryConfig(mode=mode)) for mode in (kvc.CanaryMode.NONE, kvc.CanaryMode.RAISE)
+        Engine(loaded.params, loaded.config, limits, kvc.CanaryConfig(mode=mode, sweep_interval=SWEEP_INTERVAL))
+        for mode in (kvc.CanaryMode.NONE, kvc.CanaryMode.RAISE)
     )
     try:
         plain, checked = _serve_side_by_side(loaded, off, on, new_tokens)
@@ -204,7 +206,9 @@ def _print_checks(plain: Served, checked: Served, verdict: Verdict) -> None:
         return
     for tag, launches in checks.launches.items():
         print(f"{tag}: {launches} launches, {checks.slots[tag]} records")
-    print(f"The scheduler counts {checks.expected_verified} records to verify and {checks.expected_written} to write for each of these.")
+    print(f"The scheduler counts {checks.expected_verified} records to verify and {checks.expected_written} to write for HEAD and TAIL.")
+    print(f"In {checks.expected_sweeps} sweeps, one every {SWEEP_INTERVAL} steps, its radix tree had {checks.expected_swept} records.")
+    verdict.expect(checks.expected_swept > 0, "No sweep checked anything.")
     facts = (
         (checks.is_complete, "the launches and records are those that the scheduler counts"),
         (plain.outputs == checked.outputs, "the tokens are the same as without the canary"),
@@ -259,7 +263,7 @@ def _print_findings(bug: EarlyFree, error: kvc.CanaryViolationError, stopped_at:
     for finding in error.violations:
         reason = reason_text(finding.fail_reason)
         print(f"caught:  step {finding.step}, slot {finding.slot_idx}, position {finding.position}, {reason} ({finding.launch_tag.name})")
-    print(f"The monitor reads each report one step late, so serving stopped in step {stopped_at}. The first finding in full:")
+    print(f"The monitor handles a report when the next one comes, so serving stopped in step {stopped_at}. The first finding in full:")
     print(error.violations[0])
     verdict.expect(
         any(finding.slot_idx == planted.slot for finding in error.violations), "No finding names the slot that was handed out twice."

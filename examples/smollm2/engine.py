@@ -19,6 +19,7 @@ from smollm2.model import ModelConfig, Params, allocate_pool, forward
 from smollm2.scheduler import EMPTY, Limits, Request, Scheduler, Stats, StepBatch
 
 Hook = Callable[[int, Scheduler], None]
+PHASES = ("HEAD", "TAIL", "SWEEP")
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="pool")
@@ -51,6 +52,12 @@ def release_slots(state: kvc.CanaryState, slots: Array, pool: MHATokenToKVPool, 
     return canary.release(state, slots, pool)
 
 
+@partial(jax.jit, static_argnames="canary", donate_argnames="state")
+def sweep_slots(state: kvc.CanaryState, plan: kvc.VerifyPlan, pool: MHATokenToKVPool, *, canary: kvc.Canary) -> tuple[kvc.CanaryState, Any]:
+    """Check the slots that the radix tree holds, those that no request uses too. Returns the state and a report."""
+    return canary.sweep(state, plan, pool)
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Wall time of one step after warm-up, from the call to the last result ready, the canary's host part included."""
@@ -67,17 +74,19 @@ class Checks:
 
     launches: dict[str, int]  # of each launch tag that ran
     slots: dict[str, int]  # records verified plus records written, of each launch tag that ran
-    expected_launches: int
+    expected_launches: int  # of each tag of a step
     expected_verified: int
     expected_written: int
+    expected_sweeps: int = 0  # launches of each tag of a sweep
+    expected_swept: int = 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether each tag that ran has verified and written exactly the records that the scheduler's batches ask for."""
-        slots = self.expected_verified + self.expected_written
-        return bool(self.launches) and all(
-            self.launches[tag] == self.expected_launches and self.slots[tag] == slots for tag in self.launches
-        )
+        """Whether each tag that ran has verified and written exactly the records that the scheduler's batches and its tree ask for."""
+        step = (self.expected_launches, self.expected_verified + self.expected_written)
+        sweep = (self.expected_sweeps, self.expected_swept)
+        done = {phase: {(self.launches[tag], self.slots[tag]) for tag in self.launches if tag.startswith(phase)} for phase in PHASES}
+        return done == {"HEAD": {step}, "TAIL": {step}, "SWEEP": {sweep} if self.expected_sweeps else set()}
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,7 @@ class Run:
         self.steps = 0
         self._before_step = before_step
         self._arrivals = sorted(requests, key=lambda request: request.arrival_step)
-        self._verified = self._written = 0
+        self._verified = self._written = self._sweeps = self._swept = 0
         self._times: list[StepTime] = []
         self._install()
         self._warm_up()
@@ -148,6 +157,10 @@ class Run:
         self._verified += batch.num_prefix_tokens
         self._written += batch.num_tokens
         scheduler.commit(batch, self._step(batch, scheduler.take_freed()))
+        if self.canary is not None and self.canary.sweep_due(self.steps):
+            self._sweeps += 1
+            self._swept += scheduler.tree.num_slots()
+            self.monitor.observe(self._sweep(), self.state)
         return True
 
     def finish(self) -> Served:
@@ -178,6 +191,8 @@ class Run:
         for bucket in limits.token_buckets:
             self._release([])
             jax.block_until_ready(self._dispatch(StepBatch.padding(bucket, limits.max_batch), table))
+        if self.canary is not None and self.canary.config.sweep_interval:
+            jax.block_until_ready(self._sweep())
 
     def _step(self, batch: StepBatch, freed: list[int]) -> np.ndarray:
         """Run a step and wait for it. Returns the token after each row, [rows]."""
@@ -216,6 +231,12 @@ class Run:
         slots[: len(freed)] = freed
         self.state = release_slots(self.state, slots, self.pool, canary=self.canary)
 
+    def _sweep(self) -> Any:
+        """Sweep the tree as it is now; returns the report. No tree holds more slots than the pool has: one size, one compilation."""
+        plan = kvc.sweep_plan(self.scheduler.tree.root, min_capacity=self.engine.limits.num_slots)
+        self.state, report = sweep_slots(self.state, plan, self.pool, canary=self.canary)
+        return report
+
     def _checks(self) -> Checks:
         device = self.state.device_state
         launches, slots = kvc.to_int64(device.kernel_run_counters), kvc.to_int64(device.slot_run_counters)  # [12] each
@@ -226,4 +247,6 @@ class Run:
             expected_launches=2 * self.steps,  # a verify and a write
             expected_verified=self._verified,
             expected_written=self._written,
+            expected_sweeps=self._sweeps,
+            expected_swept=self._swept,
         )

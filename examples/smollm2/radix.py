@@ -6,16 +6,19 @@ from collections.abc import Iterator, Sequence
 
 
 class RadixNode:
-    """An edge of the tree and the node that it leads to."""
+    """An edge of the tree and the node that it leads to: `key` has the edge's tokens, `value` a slot for each.
 
-    __slots__ = ("children", "last_used", "lock_count", "parent", "slots", "tokens")
+    The names are those of `kvc.CacheNode`, so that the canary can sweep the tree as it is.
+    """
 
-    def __init__(self, tokens: Sequence[int], slots: Sequence[int], parent: RadixNode | None) -> None:
-        self.tokens = list(tokens)
-        self.slots = list(slots)
+    __slots__ = ("children", "key", "last_used", "lock_ref", "parent", "value")
+
+    def __init__(self, key: Sequence[int], value: Sequence[int], parent: RadixNode | None) -> None:
+        self.key = list(key)
+        self.value = list(value)
         self.parent = parent
         self.children: dict[int, RadixNode] = {}
-        self.lock_count = 0
+        self.lock_ref = 0
         self.last_used = 0
 
 
@@ -36,11 +39,11 @@ class RadixTree:
         node, slots, done = self.root, [], 0
         node.last_used = self._clock
         while done < len(tokens) and (child := node.children.get(tokens[done])) is not None:
-            common = _common_length(child.tokens, tokens, done)
-            if common < len(child.tokens):
+            common = _common_length(child.key, tokens, done)
+            if common < len(child.key):
                 child = _split(child, common)
             child.last_used = self._clock
-            slots.extend(child.slots)
+            slots.extend(child.value)
             node, done = child, done + common
         return slots, node
 
@@ -55,39 +58,43 @@ class RadixTree:
         if len(held) < len(tokens):
             leaf = RadixNode(tokens[len(held) :], slots[len(held) :], node)
             leaf.last_used = self._clock
-            node.children[leaf.tokens[0]] = leaf
-            held, node = held + leaf.slots, leaf
+            node.children[leaf.key[0]] = leaf
+            held, node = held + leaf.value, leaf
         return held, node
 
     def lock(self, node: RadixNode) -> None:
         """Keep the path down to `node` from being evicted."""
         for step in _upwards(node):
-            step.lock_count += 1
+            step.lock_ref += 1
 
     def unlock(self, node: RadixNode) -> None:
         """Undo one `lock` of the same node."""
         for step in _upwards(node):
-            step.lock_count -= 1
+            step.lock_ref -= 1
+
+    def num_slots(self) -> int:
+        """Slots that the tree holds."""
+        return sum(len(node.value) for node in self.nodes())
 
     def num_evictable(self) -> int:
         """Slots that `evict` could give back."""
-        return sum(len(node.slots) for node in self.nodes() if node.lock_count == 0)
+        return sum(len(node.value) for node in self.nodes() if node.lock_ref == 0)
 
     def evict(self, count: int) -> list[int]:
         """Drop unlocked leaves, the longest unused first, until `count` slots are free or nothing is left to drop."""
         freed: list[int] = []
         while len(freed) < count:
-            leaves = [node for node in self.nodes() if not node.children and node.lock_count == 0]
+            leaves = [node for node in self.nodes() if not node.children and node.lock_ref == 0]
             if not leaves:
                 break
             leaf = min(leaves, key=lambda node: node.last_used)
-            keep = max(0, len(leaf.slots) - (count - len(freed)))
-            freed.extend(leaf.slots[keep:])
+            keep = max(0, len(leaf.value) - (count - len(freed)))
+            freed.extend(leaf.value[keep:])
             if keep:
-                leaf.tokens, leaf.slots = leaf.tokens[:keep], leaf.slots[:keep]
+                leaf.key, leaf.value = leaf.key[:keep], leaf.value[:keep]
             else:
                 assert leaf.parent is not None
-                del leaf.parent.children[leaf.tokens[0]]
+                del leaf.parent.children[leaf.key[0]]
         return freed
 
     def nodes(self) -> Iterator[RadixNode]:
@@ -111,11 +118,11 @@ def _common_length(edge: Sequence[int], tokens: Sequence[int], start: int) -> in
 def _split(node: RadixNode, length: int) -> RadixNode:
     """Cut the edge to `node` after `length` tokens. `node` stays the lower part, so that requests keep what they locked."""
     assert node.parent is not None
-    upper = RadixNode(node.tokens[:length], node.slots[:length], node.parent)
-    upper.lock_count, upper.last_used = node.lock_count, node.last_used
-    upper.children[node.tokens[length]] = node
-    node.parent.children[upper.tokens[0]] = upper
-    node.tokens, node.slots, node.parent = node.tokens[length:], node.slots[length:], upper
+    upper = RadixNode(node.key[:length], node.value[:length], node.parent)
+    upper.lock_ref, upper.last_used = node.lock_ref, node.last_used
+    upper.children[node.key[length]] = node
+    node.parent.children[upper.key[0]] = upper
+    node.key, node.value, node.parent = node.key[length:], node.value[length:], upper
     return upper
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +53,7 @@ def plan(
     if write_req_capacity is None:
         write_req_capacity = bs
     check_int(write_req_capacity, "write_req_capacity", bs, INT32_MAX - 1, f", and at least the batch size {bs}")
-    translate = slot_translator(full_to_swa_index_mapping)
+    table = translate_slots(table, full_to_swa_index_mapping)
     tokens = np.empty((0, 0), np.int64)
     if expected_tokens is not None:
         tokens = token_ids(expected_tokens, "expected_tokens", (None, None), "a table of tokens by request row and position")
@@ -63,9 +63,9 @@ def plan(
         known = tokens[row.req_pool_index][: max(row.expected_valid_len, 0)] if row.req_pool_index < len(tokens) else ()
         for p in positions:
             # A hole before an entry is reported by the entry at the hole; here it is only an unreachable predecessor.
-            prev_slot = max(translate(int(slots[p - 1])), 0) if p > 0 else -1
+            prev_slot = max(int(slots[p - 1]), 0) if p > 0 else -1
             j = p + kv_token_id_vs_position_offset
-            yield VerifyEntry(translate(int(slots[p])), int(known[j]) if 0 <= j < len(known) else -1, p, prev_slot)
+            yield VerifyEntry(int(slots[p]), int(known[j]) if 0 <= j < len(known) else -1, p, prev_slot)
 
     num_entries, num_invalid = 0, 0
     to_verify: list[tuple[Row, range]] = []
@@ -82,7 +82,7 @@ def plan(
                 to_verify.append((row, range(start, row.prefix_len)))
                 num_entries += row.prefix_len - start
                 if row.prefix_len > 0 and row.extend_len > 0:
-                    seed = translate(int(table[row.req_pool_index, row.prefix_len - 1]))
+                    seed = int(table[row.req_pool_index, row.prefix_len - 1])
         offsets.append(min(offsets[-1] + write_len, INT32_MAX))
         seeds.append(seed)
         row_offsets.append(min(num_entries, INT32_MAX))
@@ -112,22 +112,19 @@ def plan(
     )
 
 
-def slot_translator(full_to_swa_index_mapping: ArrayLike | None) -> Callable[[int], int]:
-    """The translation of full-pool slots into the group's own; without a table a slot stays what it is.
+def translate_slots(slots: np.ndarray, full_to_swa_index_mapping: ArrayLike | None) -> np.ndarray:
+    """Full-pool slots, int64 of any shape, in the group's own numbering; without a table they stay what they are.
 
     A negative slot passes, one past the table becomes 2^31 - 1, and a negative value of the table counts as 0, absent.
     """
     if full_to_swa_index_mapping is None:
-        return lambda slot: slot
+        return slots
     meaning = "a table from full-pool slots to the group's own"
-    table = indices(full_to_swa_index_mapping, "full_to_swa_index_mapping", (None,), meaning).tolist()
-
-    def translate(slot: int) -> int:
-        if slot < 0:
-            return slot
-        return max(int(table[slot]), 0) if slot < len(table) else INT32_MAX
-
-    return translate
+    table = indices(full_to_swa_index_mapping, "full_to_swa_index_mapping", (None,), meaning)
+    own = np.where(slots < 0, slots, INT32_MAX)
+    inside = (slots >= 0) & (slots < len(table))
+    own[inside] = np.maximum(table[slots[inside]], 0)
+    return own
 
 
 def integers(value: ArrayLike, name: str, shape: tuple[int | None, ...], meaning: str) -> np.ndarray:
