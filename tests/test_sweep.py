@@ -306,5 +306,7 @@ def test_messages(changes, error, text):
 
 
 def test_a_plan_is_a_plan():
-    """Its fields are those that a launch takes."""
-    assert {field.name for field in dataclasses.fields(sweep_plan(empty_root()))} == {*COLUMNS, "verify_num_valid", "enable"}
+    """Its fields are those that a launch takes; its entries belong to no batch."""
+    plan = sweep_plan(empty_root())
+    assert {field.name for field in dataclasses.fields(plan)} == {*COLUMNS, "verify_num_valid", "enable", "row_offsets"}
+    assert plan.row_offsets is None
