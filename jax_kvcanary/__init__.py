@@ -31,7 +31,7 @@ from jax_kvcanary.sources import RealKvSource, SourceSpec
 from jax_kvcanary.state import CanaryDeviceState, ViolationLog, to_int64
 from jax_kvcanary.sweep import CacheNode, sweep_plan
 from jax_kvcanary.verify import verify_step
-from jax_kvcanary.violations import CanaryViolationError, Violation
+from jax_kvcanary.violations import CanaryViolationError, Violation, violations_to_dict
 from jax_kvcanary.write import write_step
 
 __version__ = version("jax-kvcanary")
@@ -81,5 +81,6 @@ __all__ = [
     "sweep_plan",
     "to_int64",
     "verify_step",
+    "violations_to_dict",
     "write_step",
 ]

@@ -12,7 +12,7 @@ from jax_kvcanary.config import CanaryMode
 from jax_kvcanary.constants import CanaryLaunchTag
 from jax_kvcanary.report import CanaryReport
 from jax_kvcanary.state import to_int64
-from jax_kvcanary.violations import CanaryViolationError, Violation
+from jax_kvcanary.violations import CanaryViolationError, Violation, with_related_slots
 
 logger = logging.getLogger("jax_kvcanary")
 
@@ -81,10 +81,12 @@ class CanaryMonitor:
             return
         rows = to_int64(report.violation_ring)[:total]
         request_rows = [None] * len(rows) if report.violation_request_rows is None else np.asarray(report.violation_request_rows)
-        new = [
-            Violation.from_row(rows[i], step=step, earliest_step=earliest, request_row=request_rows[i])
-            for i in range(self._rows_seen, len(rows))
-        ]
+        new = with_related_slots(
+            [
+                Violation.from_row(rows[i], step=step, earliest_step=earliest, request_row=request_rows[i])
+                for i in range(self._rows_seen, len(rows))
+            ]
+        )
         dropped = (total - self._violations_seen) - len(new)
         self._violations += new
         self._rows_seen, self._violations_seen = len(rows), total

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from jax_kvcanary.constants import CanaryLaunchTag, FailReason
+from jax_kvcanary.explain import explain, reason_text, usual_cause
 
 _UINT64 = (1 << 64) - 1
-
-_EXPLANATIONS = {
-    FailReason.VERIFY_CHAIN_HASH_MISMATCH: (
-        "the slot does not follow from the slot before it: one of the two was overwritten, or belongs to another request"
-    ),
-    FailReason.VERIFY_POSITION_MISMATCH: "the slot holds another position than the request has there",
-    FailReason.VERIFY_REAL_KV_HASH_MISMATCH: (
-        "the KV bytes changed since they were fingerprinted: something wrote them without the scheduler knowing"
-    ),
-    FailReason.WRITE_TOKEN_MISMATCH: "the step wrote another token than was expected",
-    FailReason.WRITE_POSITION_MISMATCH: "the step wrote a position that was not expected, or that does not follow its predecessor's",
-    FailReason.VERIFY_TOKEN_MISMATCH: "the slot holds another token than the request has at that position",
-    FailReason.SLOT_OUT_OF_RANGE: "there is no such index: the array ends at the number in expected_aux",
-}
 
 
 @dataclass(frozen=True)
@@ -43,6 +33,7 @@ class Violation:
         step: forward pass whose report first showed the row, counted from 1; None where the row was decoded without a report.
         earliest_step: first pass that it can come from, when several passed between two reports.
         request_row: row of ``req_to_token`` whose request the slot was checked or written for; None where it was none's.
+        related_slots: other slots of the same request row that findings of the same report name.
     """
 
     launch_tag: CanaryLaunchTag
@@ -56,6 +47,7 @@ class Violation:
     step: int | None = None
     earliest_step: int | None = None
     request_row: int | None = None
+    related_slots: tuple[int, ...] = ()
 
     @classmethod
     def from_row(
@@ -97,7 +89,7 @@ class Violation:
         where = f"{half} records of the {'full' if kind == 'FULL' else 'sliding-window'} pool"
         whose = "" if self.request_row is None else f", for request row {self.request_row}"
         lines = [self.first_line(), f"  found {self._step_text()}{when}, in the {where}{whose}"]
-        lines += [f"  {reason_text(reason)}: {_EXPLANATIONS[reason]}" for reason in FailReason if reason in self.fail_reason]
+        lines += [f"  {line}" for line in explain(self)]
         return "\n".join(lines)
 
     def _step_text(self) -> str:
@@ -108,9 +100,41 @@ class Violation:
         return f"at step {self.step}, "
 
 
-def reason_text(reasons: FailReason) -> str:
-    """Names of the reasons in lower case without ``_mismatch``, joined by ``+`` in bit order."""
-    return "+".join(str(reason.name).lower().removesuffix("_mismatch") for reason in FailReason if reason in reasons)
+def with_related_slots(violations: Sequence[Violation]) -> list[Violation]:
+    """The violations of one report, each with the other slots of its request row."""
+    slots: dict[int, dict[int, None]] = defaultdict(dict)  # by request row, in order, each once
+    for violation in violations:
+        if violation.request_row is not None and violation.slot_idx >= 0:
+            slots[violation.request_row][violation.slot_idx] = None
+    return [
+        violation
+        if violation.request_row is None
+        else dataclasses.replace(
+            violation, related_slots=tuple(slot for slot in slots[violation.request_row] if slot != violation.slot_idx)
+        )
+        for violation in violations
+    ]
+
+
+def violations_to_dict(violations: Sequence[Violation], total: int | None = None) -> dict[str, Any]:
+    """Violations as plain data for JSON: enumerations by name, hashes as ``0x`` and 16 hexadecimal digits.
+
+    Args:
+        violations: such as those of a monitor or of :class:`CanaryViolationError`.
+        total: how many were counted, those that found the ring full included; None is as many as are given.
+    """
+    rows = []
+    for violation in violations:
+        row = dataclasses.asdict(violation)
+        row["launch_tag"] = violation.launch_tag.name
+        row["fail_reason"] = reason_text(violation.fail_reason).split("+")
+        row["related_slots"] = list(violation.related_slots)
+        for name in ("stored_chain_hash", "expected_aux"):
+            row[name] = f"0x{row[name] & _UINT64:016x}"
+        row["usual_cause"] = usual_cause(violation)
+        row["text"] = str(violation)
+        rows.append(row)
+    return {"total": len(rows) if total is None else total, "violations": rows}
 
 
 class CanaryViolationError(RuntimeError):

@@ -139,8 +139,8 @@ def test_second_line_says_where_it_was_found(tag, when, where):
 
 def test_each_reason_is_explained():
     lines = str(kvc.Violation.from_row(row(7, reasons=127))).splitlines()
-    assert [line.split(":")[0] for line in lines[2:]] == [f"  {name}" for name in REASON_NAMES]
-    assert len(set(lines)) == 9
+    assert [line.split(":")[0] for line in lines[2:]] == [f"  {name}" for name in ("expected", "found", *REASON_NAMES, "usual cause")]
+    assert len(set(lines)) == 12
 
 
 def test_error_shows_the_first_rows():

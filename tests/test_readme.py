@@ -25,7 +25,7 @@ def test_the_report_in_the_readme_is_what_a_violation_prints():
 
     shown = re.search(r"```text\n(.*?)\n```", README.read_text(encoding="utf-8"), flags=re.DOTALL).group(1)
     reasons = FailReason.VERIFY_CHAIN_HASH_MISMATCH | FailReason.VERIFY_POSITION_MISMATCH
-    violation = Violation(CanaryLaunchTag.TAIL_K_FULL, reasons, 7, 3, 11, -1, 0x0123456789ABCDEF, 0xFEDCBA9876543210, step=41)
+    violation = Violation(CanaryLaunchTag.TAIL_K_FULL, reasons, 7, 3, 11, -1, 0x0123456789ABCDEF, 0xFEDCBA9876543210, 41, 41, 2, (9, 12))
     assert str(violation) == shown
 
 
