@@ -7,9 +7,10 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvcanary._checks import ArrayLike, check_dtype, check_shape, check_type, index_array, token_array
+from jax_kvcanary._checks import ArrayLike, check_dtype, check_shape, index_array, token_array
+from jax_kvcanary.constants import INT32_MAX
 from jax_kvcanary.pallas import scatter_tokens
-from jax_kvcanary.state import CanaryDeviceState
+from jax_kvcanary.state import CanaryDeviceState, check_device_state
 
 
 def set_expected_tokens(
@@ -50,11 +51,12 @@ def set_expected_tokens(
     reqs = index_array(req_pool_indices, "req_pool_indices", (None,), "one request row for each list of tokens")
     each = f"one value for each of the {reqs.shape[0]} lists of `req_pool_indices`"
     lengths = index_array(lengths, "lengths", tuple(reqs.shape), each)
-    tokens = token_array(tokens, "tokens", (None,), "the tokens of all lists, one list after the other,")
+    tokens = token_array(tokens, "tokens", (None,), "a flat array of the tokens of all lists")
     if start_positions is None:
         start_positions = jnp.zeros_like(reqs)
     starts = index_array(start_positions, "start_positions", tuple(reqs.shape), each)
-    return dataclasses.replace(device_state, req_to_verify_expected_tokens=scatter_tokens(table, reqs, lengths, starts, tokens))
+    table = scatter_tokens(table, reqs + _zero_behind_launches(device_state), lengths, starts, tokens)
+    return dataclasses.replace(device_state, req_to_verify_expected_tokens=table)
 
 
 def append_expected_tokens(
@@ -88,8 +90,16 @@ def append_expected_tokens(
     return set_expected_tokens(device_state, reqs, tokens, jnp.ones_like(reqs), start_positions=positions)
 
 
+def _zero_behind_launches(device_state: CanaryDeviceState) -> ArrayLike:
+    """An int32 zero [1] that follows from what the launches so far have logged, in a way that XLA does not see through.
+
+    Plans read the table before those launches. A store that did not depend on them could come first, and XLA would copy the table.
+    """
+    return jnp.minimum(device_state.violation_log.violation_write_index & INT32_MAX, 0)
+
+
 def _table(device_state: CanaryDeviceState) -> ArrayLike:
-    check_type(device_state, "device_state", CanaryDeviceState)
+    check_device_state(device_state)
     table, name = device_state.req_to_verify_expected_tokens, "device_state.req_to_verify_expected_tokens"
     if table is None:
         raise ValueError(f"`{name}` is None, but it must be a table of tokens, which a state has when `enable_verify_token_assert` is on.")
