@@ -22,6 +22,7 @@ from jax_kvcanary.constants import (
     PoolKind,
     RealKvHashMode,
 )
+from jax_kvcanary.expected_tokens import append_expected_tokens, set_expected_tokens
 from jax_kvcanary.monitor import CanaryMonitor
 from jax_kvcanary.plan import Plan, PlanInput, VerifyPlan, WritePlan, plan
 from jax_kvcanary.pools import attach_canary_buffers, register_pool_attacher
@@ -69,6 +70,7 @@ __all__ = [
     "ViolationLog",
     "WritePlan",
     "__version__",
+    "append_expected_tokens",
     "attach_canary_buffers",
     "fresh_records",
     "install_canary",
@@ -77,6 +79,7 @@ __all__ = [
     "pools",
     "reference",
     "register_pool_attacher",
+    "set_expected_tokens",
     "splitmix64",
     "sweep_plan",
     "to_int64",

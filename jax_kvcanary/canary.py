@@ -18,6 +18,7 @@ from jax_kvcanary.batch import ForwardBatch
 from jax_kvcanary.buffers import CanaryBufferGroup
 from jax_kvcanary.config import CanaryConfig, CanaryLaunchCapacities, CanaryMode
 from jax_kvcanary.constants import FRESH_RECORD_BYTE, INT32_MAX, INT64_MAX, PoolKind, RealKvHashMode
+from jax_kvcanary.expected_tokens import append_expected_tokens, set_expected_tokens
 from jax_kvcanary.plan import Plan, VerifyPlan, plan, translate_slots
 from jax_kvcanary.pools import attach_canary_buffers
 from jax_kvcanary.report import CanaryReport
@@ -217,9 +218,37 @@ class Canary:
             groups.append(group.with_buffers(**fresh))
         return CanaryState(tuple(groups), state.device_state)
 
+    def set_expected_tokens(
+        self,
+        state: CanaryState,
+        req_pool_indices: ArrayLike,
+        tokens: ArrayLike,
+        lengths: ArrayLike,
+        *,
+        start_positions: ArrayLike | None = None,
+    ) -> CanaryState:
+        """Store the tokens that some requests' slots should hold, see :func:`set_expected_tokens`; arguments and errors are its own."""
+        check_type(state, "state", CanaryState)
+        device_state = set_expected_tokens(state.device_state, req_pool_indices, tokens, lengths, start_positions=start_positions)
+        return CanaryState(state.groups, device_state)
+
+    def append_expected_tokens(
+        self, state: CanaryState, req_pool_indices: ArrayLike, positions: ArrayLike, tokens: ArrayLike
+    ) -> CanaryState:
+        """Store one expected token a row, on the device, see :func:`append_expected_tokens`; arguments and errors are its own."""
+        check_type(state, "state", CanaryState)
+        return CanaryState(state.groups, append_expected_tokens(state.device_state, req_pool_indices, positions, tokens))
+
     def _check(self, state: CanaryState, batch: ForwardBatch) -> None:
         check_type(state, "state", CanaryState)
         check_type(batch, "batch", ForwardBatch)
+        if self.config.enable_verify_token_assert:
+            for name, value in (
+                ("state.device_state.req_to_verify_expected_tokens", state.device_state.req_to_verify_expected_tokens),
+                ("batch.plan_input.expected_tokens_valid_lens", batch.plan_input.expected_tokens_valid_lens),
+            ):
+                if value is None:
+                    raise ValueError(f"`{name}` is None, but it must be an array when `enable_verify_token_assert` is on.")
         for name in ("expected_input_tokens", "expected_input_positions"):
             given = getattr(batch, name) is not None
             if given != self.config.enable_write_input_assert:

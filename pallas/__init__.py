@@ -1,6 +1,7 @@
-"""Plan kernels of ``jax_kvcanary``: Pallas on Triton for CUDA, the same formulas in plain jnp for the CPU."""
+"""Kernels of ``jax_kvcanary``: Pallas on Triton for CUDA, the same formulas in plain jnp for the CPU."""
 
+from jax_kvcanary.pallas.expected import scatter_tokens
 from jax_kvcanary.pallas.formulas import PlanArrays, PlanStatics, gather, translate
 from jax_kvcanary.pallas.plan import PlanResults, plan_arrays
 
-__all__ = ["PlanArrays", "PlanResults", "PlanStatics", "gather", "plan_arrays", "translate"]
+__all__ = ["PlanArrays", "PlanResults", "PlanStatics", "gather", "plan_arrays", "scatter_tokens", "translate"]

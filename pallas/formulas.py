@@ -1,4 +1,4 @@
-"""The arithmetic of a plan, written once for both drivers.
+"""The arithmetic of a plan, written once for both drivers; offsets and search serve other kernels too.
 
 Each function works on a vector of rows or of entries and reads arrays through a ``load(array, index, mask, other)``
 that the driver supplies: ``plgpu.load`` on references in the Triton kernels, a clipped gather in plain jnp on the CPU.
@@ -97,8 +97,8 @@ def plan_rows(load: Load, arrays: PlanArrays, rows: jax.Array, before: RowSums, 
     verify_len = jnp.where(valid, prefix - window_start(prefix, s), 0)
     # An invalid row's tokens are in the token arrays all the same: the rows behind it must not shift.
     write_len = jnp.where(live, jnp.maximum(extend, 0), 0)
-    verify_offsets, verify_total = _saturating_offsets(verify_len, before.verify)
-    write_offsets, write_total = _saturating_offsets(write_len, before.write)
+    verify_offsets, verify_total = saturating_offsets(verify_len, before.verify)
+    write_offsets, write_total = saturating_offsets(write_len, before.write)
 
     has_seed = valid & (prefix > 0) & (extend > 0)
     seed = load(arrays.req_to_token, (req, prefix - 1), has_seed, -1)
@@ -112,7 +112,7 @@ def plan_entries(
 ) -> EntryOutputs:
     """The verify entries named; what is past ``num_valid`` is arbitrary."""
     live = entries < num_valid
-    row = _row_of_entry(load, verify_offsets, entries, live, s)
+    row = list_of_entry(load, verify_offsets, s.batch_size, entries, live)
     req = load(arrays.req_pool_indices, (row,), live, 0)
     prefix = load(arrays.prefix_lens, (row,), live, 0)
     first_entry = load(verify_offsets, (row,), live, 0)
@@ -159,17 +159,17 @@ def gather(array: jax.Array, index: tuple[jax.Array, ...], mask: jax.Array, othe
     return jnp.where(mask, array.at[inside].get(mode="promise_in_bounds"), other)
 
 
-def _row_of_entry(load: Load, verify_offsets: Any, entries: jax.Array, live: jax.Array, s: PlanStatics) -> jax.Array:
-    """Binary search for the last row whose first entry is not behind the entry."""
-    low, high = jnp.zeros_like(entries), jnp.full_like(entries, s.batch_size)
-    for _ in range(max(s.batch_size - 1, 0).bit_length()):  # offsets[low] <= entry < offsets[high]
+def list_of_entry(load: Load, offsets: Any, count: int, entries: jax.Array, live: jax.Array) -> jax.Array:
+    """Which of ``count`` lists, packed one after the other, holds each entry: the last one that begins at or before it."""
+    low, high = jnp.zeros_like(entries), jnp.full_like(entries, count)
+    for _ in range(max(count - 1, 0).bit_length()):  # offsets[low] <= entry < offsets[high]
         middle = (low + high) >> 1
-        at_or_before = load(verify_offsets, (middle,), live, 0) <= entries
+        at_or_before = load(offsets, (middle,), live, 0) <= entries
         low, high = jnp.where(at_or_before, middle, low), jnp.where(at_or_before, high, middle)
     return low
 
 
-def _saturating_offsets(lengths: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
+def saturating_offsets(lengths: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Exclusive prefix sums of non-negative lengths behind ``before``, and the total, saturating at 2^31 - 1.
 
     The sum runs over 16-bit halves, since neither int64 nor a saturating scan is at hand in a 32-bit kernel.

@@ -7,7 +7,6 @@ verify entry a thread, which finds its row by binary search.
 from __future__ import annotations
 
 import functools
-import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kvcanary._results import results_like, varying_zero
+from jax_kvcanary._results import varying_zero
+from jax_kvcanary.pallas._driver import int32_results, load_ref
 from jax_kvcanary.pallas.formulas import (
     MAX_ROW_BLOCK,
     EntryOutputs,
@@ -28,9 +28,6 @@ from jax_kvcanary.pallas.formulas import (
     plan_entries,
     plan_rows,
 )
-
-# jax announces the end of this backend at every lowering; the upper bound on jax in pyproject.toml is what heeds it.
-warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
 
 
 @dataclass(frozen=True)
@@ -73,14 +70,12 @@ def plan_arrays(arrays: PlanArrays, statics: PlanStatics) -> PlanResults:
     Returns:
         The plan's arrays. Entries past ``verify_num_valid`` are unspecified, and all of them where ``enable`` is 0.
     """
-    present = {name: value for name, value in arrays._asdict().items() if value is not None}
+    present = _present(arrays)
 
     def on(driver: Any) -> Any:
-        return lambda *values: driver(
-            PlanArrays(**{**dict.fromkeys(PlanArrays._fields), **dict(zip(present, values, strict=True))}), statics
-        )
+        return lambda *values: driver(_named(present, values), statics)
 
-    return jax.lax.platform_dependent(*present.values(), cpu=on(_plan_jnp), cuda=on(_plan_triton))
+    return jax.lax.platform_dependent(*_operands(arrays), cpu=on(_plan_jnp), cuda=on(_plan_triton))
 
 
 def _plan_jnp(arrays: PlanArrays, s: PlanStatics) -> PlanResults:
@@ -93,7 +88,7 @@ def _plan_jnp(arrays: PlanArrays, s: PlanStatics) -> PlanResults:
         out, after = plan_rows(gather, arrays, index * block + jnp.arange(block, dtype=jnp.int32), before, s)
         return after, out
 
-    zero = varying_zero([array for array in arrays if array is not None])  # results vary where the Triton kernels' do
+    zero = varying_zero(_operands(arrays))  # results vary where the Triton kernels' do
     totals, out = jax.lax.scan(step, RowSums(zero, zero, zero), zero + jnp.arange(blocks, dtype=jnp.int32))
     verify_offsets, write_offsets, seeds = (part.reshape(-1) for part in out)
     num_valid, enable = _verify_extent(totals.verify, s)
@@ -110,13 +105,13 @@ def _plan_jnp(arrays: PlanArrays, s: PlanStatics) -> PlanResults:
 
 def _plan_triton(arrays: PlanArrays, s: PlanStatics) -> PlanResults:
     """Both passes as Pallas kernels on Triton."""
-    operands = [value for value in arrays if value is not None]
+    operands = _operands(arrays)
     rows_out = s.write_req_capacity + 1
     block = min(pl.next_power_of_2(rows_out), MAX_ROW_BLOCK)
     warps = min(pl.next_power_of_2(pl.cdiv(block, TILES.rows_per_warp)), TILES.max_rows_warps)
     verify_offsets, write_offsets, seeds, scalars = pl.pallas_call(
         functools.partial(_offsets_kernel, present=_present(arrays), statics=s, block=block),
-        out_shape=_int32_results(operands, s.batch_size + 1, rows_out, max(s.write_req_capacity, 1), 3),
+        out_shape=int32_results(operands, (s.batch_size + 1,), (rows_out,), (max(s.write_req_capacity, 1),), (3,)),
         grid=(1,),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         name="kvcanary_plan_offsets",
@@ -126,7 +121,7 @@ def _plan_triton(arrays: PlanArrays, s: PlanStatics) -> PlanResults:
         entries = EntryOutputs(
             *pl.pallas_call(
                 functools.partial(_entries_kernel, present=_present(arrays), statics=s, block=TILES.entries),
-                out_shape=_int32_results(operands, *(s.verify_capacity,) * 4),
+                out_shape=int32_results(operands, *((s.verify_capacity,),) * 4),
                 grid=grid,
                 compiler_params=plgpu.CompilerParams(num_warps=TILES.entries_warps, num_stages=1),
                 name="kvcanary_plan_entries",
@@ -145,7 +140,7 @@ def _offsets_kernel(*refs: Any, present: tuple[str, ...], statics: PlanStatics, 
 
     def step(index: Any, before: RowSums) -> RowSums:
         rows = index * block + jnp.arange(block, dtype=jnp.int32)
-        out, after = plan_rows(_load_ref, arrays, rows, before, s)
+        out, after = plan_rows(load_ref, arrays, rows, before, s)
         in_batch = rows <= s.batch_size
         plgpu.store(verify_offsets_ref.at[rows], out.verify_offsets, mask=in_batch)
         plgpu.store(write_offsets_ref.at[rows], jnp.where(in_batch, out.write_offsets, 0), mask=rows <= s.write_req_capacity)
@@ -175,7 +170,7 @@ def _entries_kernel(
     @pl.when(first < num_valid)
     def _() -> None:
         entries = first + jnp.arange(block, dtype=jnp.int32)
-        out = plan_entries(_load_ref, arrays, verify_offsets_ref, entries, num_valid, s)
+        out = plan_entries(load_ref, arrays, verify_offsets_ref, entries, num_valid, s)
         for ref, value in zip(outputs, out, strict=True):
             plgpu.store(ref.at[entries], value, mask=entries < num_valid)
 
@@ -201,17 +196,13 @@ def _results(entries: EntryOutputs, rows: RowOutputs, scalars: jax.Array, s: Pla
     )
 
 
-def _int32_results(operands: list[Any], *lengths: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(results_like([((length,), jnp.int32) for length in lengths], operands))
-
-
 def _present(arrays: PlanArrays) -> tuple[str, ...]:
     return tuple(name for name, value in arrays._asdict().items() if value is not None)
 
 
+def _operands(arrays: PlanArrays) -> list[Any]:
+    return [value for value in arrays if value is not None]
+
+
 def _named(present: tuple[str, ...], refs: tuple[Any, ...]) -> PlanArrays:
     return PlanArrays(**{**dict.fromkeys(PlanArrays._fields), **dict(zip(present, refs, strict=False))})
-
-
-def _load_ref(ref: Any, index: tuple[jax.Array, ...], mask: jax.Array, other: int) -> jax.Array:
-    return plgpu.load(ref.at[index], mask=mask, other=other)

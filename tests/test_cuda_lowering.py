@@ -13,9 +13,11 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import jax_kvcanary as kvc
+from jax_kvcanary.pallas import scatter_tokens
 
 NUM_SLOTS, TOKENS, MAX_REQS, MAX_SEQ_LEN = 37, 17, 7, 13
 KERNELS = ("kvcanary_plan_offsets", "kvcanary_plan_entries")
+EXPECTED = ("kvcanary_expected_tokens",)
 TARGETS = ("kvcanary_verify", "kvcanary_write")
 
 
@@ -97,8 +99,50 @@ def test_a_step_of_the_loop():
     text = cuda_text(canary.wrap(lambda _, pool: (None, pool)), state, batch, pool)
     assert occurrences(text, KERNELS) == [1, 1]
     assert occurrences(text, TARGETS) == [2, 2]
+    assert occurrences(text, EXPECTED) == [0]
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
+@pytest.mark.parametrize("tokens", [1, 5, 257, 70_001])
+@pytest.mark.parametrize("lists", [1, 3, 4097])
+def test_expected_tokens_are_one_kernel_on_the_table_itself(lists, tokens, x64):
+    with jax.enable_x64(x64):
+        text = cuda_text(scatter_tokens, ints(MAX_REQS, MAX_SEQ_LEN), *(ints(lists),) * 3, ints(tokens))
+    assert occurrences(text, EXPECTED) == [1]
+    assert re.findall(r"output_operand_alias<.*?operand_index = (\d+)", text) == ["0"]
+
+
+def test_no_expected_tokens_are_no_kernel():
+    for lists, tokens in ((0, 5), (5, 0), (0, 0)):
+        text = cuda_text(scatter_tokens, ints(MAX_REQS, MAX_SEQ_LEN), *(ints(lists),) * 3, ints(tokens))
+        assert occurrences(text, EXPECTED) == [0]
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_step_that_checks_tokens(append):
+    """The check itself adds no launch; storing the sampled tokens adds one."""
+    pool = kvc.pools.MHATokenToKVPool.allocate(num_slots=NUM_SLOTS, num_layers=1, num_kv_heads=1, head_dim=8)
+    config = kvc.CanaryConfig("log", enable_verify_token_assert=True)
+    table = {"req_to_token_alloc_size": MAX_REQS, "max_context_len": MAX_SEQ_LEN}
+    canary, state = kvc.install_canary(pool, config, capacities=kvc.CanaryLaunchCapacities(701, 5), **table)
+    batch = kvc.ForwardBatch(ints(TOKENS), ints(TOKENS), ints(TOKENS), rows(5, tokens=True), ints(MAX_REQS, MAX_SEQ_LEN))
+
+    def step(state, batch, pool):
+        state, *rest = canary.wrap(lambda _, pool: (None, pool))(state, batch, pool)
+        if append:
+            reqs = batch.plan_input.req_pool_indices
+            state = canary.append_expected_tokens(state, reqs, batch.plan_input.prefix_lens + 1, reqs)
+        return state, *rest
+
+    text = cuda_text(step, state, batch, pool)
+    assert occurrences(text, KERNELS) == [1, 1]
+    assert occurrences(text, TARGETS) == [2, 2]
+    assert occurrences(text, EXPECTED) == [append]
 
 
 def test_a_program_for_the_cpu_has_no_kernels():
-    text = jax.jit(lambda inputs, table: kvc.plan(inputs, table, verify_capacity=7)).trace(rows(3), ints(MAX_REQS, MAX_SEQ_LEN))
-    assert not any(occurrences(text.lower(lowering_platforms=("cpu",)).as_text(), KERNELS))
+    def plan_and_store(inputs, table):
+        return kvc.plan(inputs, table, verify_capacity=7), scatter_tokens(table, *(inputs.prefix_lens,) * 4)
+
+    text = jax.jit(plan_and_store).trace(rows(3), ints(MAX_REQS, MAX_SEQ_LEN)).lower(lowering_platforms=("cpu",)).as_text()
+    assert not any(occurrences(text, KERNELS + EXPECTED))

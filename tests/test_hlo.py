@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -284,3 +284,74 @@ def test_a_donated_release_stays_where_it_is():
     state = release(state, jnp.arange(5), pool)
     assert pointers(state.groups) == before
     assert (np.asarray(state.groups[0].k_head)[1:5] == 0xFF).all()
+
+
+# Expected tokens.
+
+TABLE = {"req_to_token_alloc_size": 131, "max_context_len": 67}
+TABLE_TYPE = "s32[131,67]"
+assert BUFFER_SIZE <= 4 * 131 * 67
+TOKEN_CONFIG = replace(CONFIG, enable_verify_token_assert=True)
+
+
+def install_with_tokens():
+    pool = make_pool(MHATokenToKVPool)
+    canary, state = kvc.install_canary(pool, TOKEN_CONFIG, capacities=CAPACITIES, **TABLE)
+    batch = make_batch()
+    rows = replace(batch.plan_input, expected_tokens_valid_lens=batch.plan_input.prefix_lens)
+    return canary, state, replace(batch, plan_input=rows), pool
+
+
+def sampling_step(canary, state, batch, pool):
+    state, *rest = one_step(canary, state, batch, pool)
+    return canary.append_expected_tokens(state, batch.plan_input.req_pool_indices, batch.positions + 1, batch.input_ids), *rest
+
+
+def scanned_sampling_steps(canary, state, batch, pool):
+    def body(carry, _):
+        state, report, _, pool = sampling_step(canary, carry[0], batch, carry[1])
+        return (state, pool), report.summary
+
+    (state, pool), summaries = jax.lax.scan(body, (state, pool), None, length=STEPS)
+    return state, summaries, None, pool
+
+
+def changes_of_the_table(text):
+    """Instructions that make a table of expected tokens, other than those that pass one on."""
+    made = [op["op"] for op in INSTRUCTION.finditer(text) if op["type"].startswith(TABLE_TYPE)]
+    return sorted(name for name in made if name not in ("parameter", "get-tuple-element", "fusion", "call"))
+
+
+@pytest.mark.parametrize("function", [one_step, sampling_step, scanned_sampling_steps])
+def test_a_step_with_expected_tokens(function):
+    """A step that stores tokens changes the table where it is, once, although it has read it; one that does not leaves it alone."""
+    canary, state, batch, pool = install_with_tokens()
+    step = jax.jit(partial(function, canary), donate_argnums=(0, 2))
+    text = step.lower(state, batch, pool).compile().as_text()
+    assert large_copies(text) == []
+    assert custom_calls(text) == [2, 2]
+    if jax.default_backend() == "cpu":  # elsewhere the change is a kernel
+        assert changes_of_the_table(text) == ([] if function is one_step else ["scatter"])
+    before = pointers((state.groups, state.device_state.req_to_verify_expected_tokens, pool))
+    for _ in range(3):
+        state, _, _, pool = step(state, batch, pool)
+        assert pointers((state.groups, state.device_state.req_to_verify_expected_tokens, pool)) == before
+    assert np.asarray(state.device_state.req_to_verify_expected_tokens)[2, 5] == (-1 if function is one_step else 28)
+
+
+def test_donated_expected_tokens_stay_where_they_are():
+    canary, state, _, _ = install_with_tokens()
+    store = jax.jit(canary.set_expected_tokens, donate_argnums=0)
+    lists = jnp.array([3, 1]), jnp.arange(11), jnp.array([7, 4])
+    text = store.lower(state, *lists).compile().as_text()
+    assert large_copies(text) == []
+    before = pointers(state)
+    state = store(state, *lists)
+    assert pointers(state) == before
+    assert np.asarray(state.device_state.req_to_verify_expected_tokens)[3, :8].tolist() == [*range(7), -1]
+
+
+def test_copies_of_the_table_would_be_seen():
+    canary, state, _, _ = install_with_tokens()
+    text = compiled_text(canary.set_expected_tokens, state, jnp.array([3]), jnp.arange(5), jnp.array([5]))
+    assert TABLE_TYPE in "\n".join(large_copies(text))

@@ -38,6 +38,8 @@ PUBLIC = [
     "plan",
     "verify_step",
     "write_step",
+    "set_expected_tokens",
+    "append_expected_tokens",
     "splitmix64",
     "mix3",
     "to_int64",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -293,3 +294,50 @@ def test_loop_on_a_pool_that_is_split_over_devices(mesh, axis_type):
     assert_same_state(results[1].device_state, results[0].device_state)
     for got, want in zip(jax.tree.leaves(results[1].groups), jax.tree.leaves(results[0].groups), strict=True):
         assert_same_buffer(got, want)
+
+
+# Expected tokens.
+
+LISTS = ("table", "reqs", "tokens", "lengths", "starts")
+
+
+def store(table, reqs, tokens, lengths, starts):
+    """Lists, and a token behind each of them."""
+    config = dataclasses.replace(CONFIG, enable_verify_token_assert=True)
+    state = kvc.CanaryDeviceState.allocate(config, req_to_token_alloc_size=1, max_context_len=1)
+    state = dataclasses.replace(state, req_to_verify_expected_tokens=table)
+    state = kvc.set_expected_tokens(state, reqs, tokens, lengths, start_positions=starts)
+    return kvc.append_expected_tokens(state, reqs, starts + lengths, reqs * 1000).req_to_verify_expected_tokens
+
+
+def make_lists():
+    """What each device stores, [2, ...]."""
+    own = ([[3, 0, 1], [2, 3, 1]], [range(11, 18), range(21, 28)], [[3, 2, 2], [1, 4, 2]], [[0, 0, 4], [2, 1, 3]])
+    rng = np.random.default_rng(5)
+    return rng.integers(0, 9, (2, 5, 7)).astype(np.int32), *(np.array(values, np.int32) for values in own)
+
+
+@pytest.mark.parametrize("own", LISTS)
+def test_expected_tokens(mesh, own):
+    """Whichever argument is the device's own, so is the table."""
+    flags = [name == own for name in LISTS]
+    lists = [values if flag else values[0] for values, flag in zip(make_lists(), flags, strict=True)]
+    specs = tuple(OWN if flag else SHARED for flag in flags)
+    args = [place(mesh, values, spec) for values, spec in zip(lists, specs, strict=True)]
+
+    def one(*args):
+        return store(*(arg[0] if flag else arg for arg, flag in zip(args, flags, strict=True)))
+
+    got = host(jax.jit(jax.shard_map(lambda *args: one(*args)[None], mesh=mesh, in_specs=specs, out_specs=OWN))(*args))
+    for device in range(2):
+        want = store(*(values[device] if flag else values for values, flag in zip(lists, flags, strict=True)))
+        np.testing.assert_array_equal(got[device], want)
+        assert (np.asarray(want) >= 1000).any()
+    with pytest.raises(ValueError, match="require replication"):
+        jax.jit(jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=SHARED))(*args)
+
+
+def test_expected_tokens_that_are_shared_stay_shared(mesh):
+    lists = take(make_lists(), 1)
+    got = jax.jit(jax.shard_map(store, mesh=mesh, in_specs=SHARED, out_specs=SHARED))(*place(mesh, lists, SHARED))
+    np.testing.assert_array_equal(got, store(*lists))
