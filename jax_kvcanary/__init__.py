@@ -22,6 +22,7 @@ from jax_kvcanary.constants import (
     PoolKind,
     RealKvHashMode,
 )
+from jax_kvcanary.health import CanaryHealthError
 from jax_kvcanary.monitor import CanaryMonitor
 from jax_kvcanary.plan import Plan, PlanInput, VerifyPlan, WritePlan, plan
 from jax_kvcanary.pools import attach_canary_buffers, register_pool_attacher
@@ -29,6 +30,7 @@ from jax_kvcanary.reference import mix3, splitmix64
 from jax_kvcanary.report import CanaryReport
 from jax_kvcanary.sources import RealKvSource, SourceSpec
 from jax_kvcanary.state import CanaryDeviceState, ViolationLog, to_int64
+from jax_kvcanary.swa_statistics import SwaDivergence
 from jax_kvcanary.verify import verify_step
 from jax_kvcanary.violations import CanaryViolationError, Violation
 from jax_kvcanary.write import write_step
@@ -46,6 +48,7 @@ __all__ = [
     "CanaryBufferGroup",
     "CanaryConfig",
     "CanaryDeviceState",
+    "CanaryHealthError",
     "CanaryLaunchCapacities",
     "CanaryLaunchTag",
     "CanaryMode",
@@ -62,6 +65,7 @@ __all__ = [
     "RealKvHashMode",
     "RealKvSource",
     "SourceSpec",
+    "SwaDivergence",
     "VerifyPlan",
     "Violation",
     "ViolationLog",
