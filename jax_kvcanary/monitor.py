@@ -102,7 +102,7 @@ class CanaryMonitor:
         """
         check_type(divergence, "divergence", SwaDivergence, ", as Canary.swa_divergence returns it")
         for name, count in vars(divergence).items():
-            check_shape(count, f"divergence.{name}", (1,), "the statistics of one step")
+            check_shape(count, f"divergence.{name}", (1,), "one step of statistics")
         divergence.copy_to_host_async()
         self._divergences.append(divergence)
 

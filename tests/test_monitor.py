@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jax_kvcanary as kvc
-from helpers.reports import RING_CAPACITY, make_report, row
+from helpers.reports import RING_CAPACITY, Watched, make_report, row
 from jax_kvcanary import CanaryLaunchTag as Tag
 from jax_kvcanary import FailReason as Reason
 
@@ -169,21 +169,6 @@ def test_raise_mode_raises_and_goes_on(log):
 
 
 # When reports are read.
-
-
-class Watched:
-    """A device array that notes what is done with it."""
-
-    def __init__(self, events, label, value):
-        self.events, self.label, self.value = events, label, value
-        self.dtype, self.shape = value.dtype, value.shape
-
-    def copy_to_host_async(self):
-        self.events.append(("copy", self.label))
-
-    def __array__(self, dtype=None, copy=None):
-        self.events.append(("read", self.label))
-        return np.array(self.value, dtype)
 
 
 def watched_reports(events, *keywords):

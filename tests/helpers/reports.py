@@ -45,3 +45,18 @@ def make_report(step, rows=(), total=None, *, skips=None, invalid=0, tag=Tag.TAI
 
 def tags_of(*kinds, phases=("HEAD", "TAIL"), halves="KV"):
     return {Tag[f"{phase}_{half}_{kind.name}"] for phase in phases for half in halves for kind in kinds}
+
+
+class Watched:
+    """A device array that notes what is done with it."""
+
+    def __init__(self, events, label, value):
+        self.events, self.label, self.value = events, label, value
+        self.dtype, self.shape = value.dtype, value.shape
+
+    def copy_to_host_async(self):
+        self.events.append(("copy", self.label))
+
+    def __array__(self, dtype=None, copy=None):
+        self.events.append(("read", self.label))
+        return np.array(self.value, dtype)
