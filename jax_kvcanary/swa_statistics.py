@@ -16,6 +16,9 @@ from jax_kvcanary.constants import INT32_MAX
 from jax_kvcanary.pallas import gather, live_and_valid_rows, window_start
 from jax_kvcanary.plan import lut_array, never_empty, row_arrays, translate_slots
 
+#: Rows that are counted in one go: all of them at once would take memory that a serving engine may not have left.
+_ROWS_AT_ONCE = 8
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -58,7 +61,7 @@ class SwaDivergence:
 
 
 def swa_divergence(batch: ForwardBatch, full_to_swa_index_mapping: ArrayLike, *, swa_window_size: int) -> SwaDivergence:
-    """Statistics of one table; see :class:`SwaDivergence`. Takes the memory of a few arrays of [bs, max_seq_len].
+    """Statistics of one table; see :class:`SwaDivergence`. Takes the memory of a few arrays of [8, max_seq_len].
 
     Args:
         batch: a forward's batch; ``req_to_token`` has the slots of the tokens being written, too.
@@ -78,21 +81,28 @@ def swa_divergence(batch: ForwardBatch, full_to_swa_index_mapping: ArrayLike, *,
     starts = jnp.where(valid, window_start(prefix, swa_window_size), 0)
 
     positions = jnp.arange(max_seq_len, dtype=jnp.int32)
-    live = positions < live_lens[:, None]
-    full = gather(never_empty(table), (req[:, None], positions), live, -1)
-    own = translate_slots(full.reshape(-1), lut).reshape(full.shape)
-    in_table = live & (full >= 0) & (full < lut.shape[0])
 
-    def count(mask: jax.Array) -> jax.Array:
-        return _saturating_sum(jnp.sum(mask, axis=1, dtype=jnp.int32))
+    def count_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        """What is counted by slot, int32 [4]."""
+        req, length, start = row
+        live = positions < length
+        full = gather(never_empty(table), (req, positions), live, -1)
+        own = translate_slots(full, lut)
+        in_table = live & (full >= 0) & (full < lut.shape[0])
+        diverged = in_table & (own > 0) & (own != full)
+        absent = in_table & (own == 0) & (positions >= start)
+        masks = (diverged, absent, live & (full >= lut.shape[0]), live & (full < 0))
+        return jnp.stack([jnp.sum(mask, dtype=jnp.int32) for mask in masks])
 
+    counts = jax.lax.map(count_row, (req, live_lens, starts), batch_size=_ROWS_AT_ONCE)
+    diverged, absent_in_window, past_table, without_slot = (_saturating_sum(counts[:, i]) for i in range(4))
     return SwaDivergence(
         live_entries=_saturating_sum(live_lens),
-        diverged=count(in_table & (own > 0) & (own != full)),
+        diverged=diverged,
         outside_window=_saturating_sum(starts),
-        absent_in_window=count(in_table & (own == 0) & (positions >= starts[:, None])),
-        past_table=count(live & (full >= lut.shape[0])),
-        without_slot=count(live & (full < 0)),
+        absent_in_window=absent_in_window,
+        past_table=past_table,
+        without_slot=without_slot,
     )
 
 

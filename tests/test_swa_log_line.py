@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from helpers.reports import Watched, make_report, row
 from helpers.window_pool import WINDOW, decode, install, make_pool, step
 from jax_kvcanary import PoolKind
 
+README = Path(__file__).parents[1] / "README.md"
 INT32_MAX = 2**31 - 1
 NAMES = ("live_entries", "diverged", "outside_window", "absent_in_window", "past_table", "without_slot")
 
@@ -121,3 +124,8 @@ def test_beside_a_step(lines):
 )
 def test_messages(bad, error, text):
     assert_message(kvc.CanaryMonitor(kvc.Canary(LOG, CAPACITIES)).log_swa_divergence, {"divergence": bad}, error, text)
+
+
+def test_the_line_of_the_readme_has_the_keys_of_a_line():
+    shown = re.search(r"```json\n(.*?)\n```", README.read_text(encoding="utf-8"), flags=re.DOTALL).group(1)
+    assert list(json.loads(shown)) == list(line(0, *range(6)))

@@ -208,12 +208,12 @@ def test_in_a_scan():
         check(jax.tree.map(lambda leaf, i=i: leaf[i], got), count_by_hand(*case, 4))
 
 
-def test_no_launch_and_no_more_memory_than_the_rows_take():
-    num_rows, max_seq_len = 53, 1009
+def test_no_launch_and_less_memory_than_the_slots_of_all_rows_take():
+    num_rows, max_seq_len = 211, 1009
     batch = batch_of(*narrow(np.ones((3, num_rows))), np.ones((7, max_seq_len), np.int32))
     compiled = jax.jit(canary_of(3).swa_divergence).lower(batch, TablePool(np.ones(100003, np.int32))).compile()
     assert 'custom_call_target="kvcanary' not in compiled.as_text()
-    assert compiled.memory_analysis().temp_size_in_bytes <= 4 * num_rows * max_seq_len * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < num_rows * max_seq_len * 4
 
 
 # Arguments.
