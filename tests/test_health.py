@@ -213,6 +213,18 @@ def test_sweeps_of_a_group_that_is_left_out():
     loop.fails(200, FULL | SWA, 200, tags_of(PoolKind.SWA, phases=["SWEEP"]))
 
 
+def test_only_the_states_of_sweeps_are_kept():
+    """Each forward starts from a state without forwards; what sweeps return goes on."""
+    loop = Synthetic(sweep_interval=1)
+    for loop.steps in range(1, 201):
+        loop.runs.update(dict.fromkeys(FULL, 2))
+        loop.observe()
+        if loop.steps < 200:
+            loop.runs.subtract(dict.fromkeys(FULL, 2))
+            loop.sweep()
+    loop.fails(200, (), 200, FULL)
+
+
 def test_sweeps_without_an_interval_are_not_asked_for():
     loop = Synthetic()
     loop.run(50)
