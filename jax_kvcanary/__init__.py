@@ -23,6 +23,7 @@ from jax_kvcanary.constants import (
     RealKvHashMode,
 )
 from jax_kvcanary.expected_tokens import append_expected_tokens, set_expected_tokens
+from jax_kvcanary.health import CanaryHealthError
 from jax_kvcanary.monitor import CanaryMonitor
 from jax_kvcanary.plan import Plan, PlanInput, VerifyPlan, WritePlan, plan
 from jax_kvcanary.pools import attach_canary_buffers, register_pool_attacher
@@ -30,6 +31,7 @@ from jax_kvcanary.reference import mix3, splitmix64
 from jax_kvcanary.report import CanaryReport
 from jax_kvcanary.sources import RealKvSource, SourceSpec
 from jax_kvcanary.state import CanaryDeviceState, ViolationLog, to_int64
+from jax_kvcanary.swa_statistics import SwaDivergence
 from jax_kvcanary.sweep import CacheNode, sweep_plan
 from jax_kvcanary.verify import verify_step
 from jax_kvcanary.violations import CanaryViolationError, Violation, violations_to_dict
@@ -49,6 +51,7 @@ __all__ = [
     "CanaryBufferGroup",
     "CanaryConfig",
     "CanaryDeviceState",
+    "CanaryHealthError",
     "CanaryLaunchCapacities",
     "CanaryLaunchTag",
     "CanaryMode",
@@ -65,6 +68,7 @@ __all__ = [
     "RealKvHashMode",
     "RealKvSource",
     "SourceSpec",
+    "SwaDivergence",
     "VerifyPlan",
     "Violation",
     "ViolationLog",

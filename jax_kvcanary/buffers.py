@@ -72,13 +72,17 @@ class CanaryBufferGroup:
         """The pool's live table from full-pool slots to this group's, or None."""
         return None if self.swa_index_lut is None else resolve_path(pool, self.swa_index_lut)
 
+    def launch_tag(self, phase: str, half: str) -> CanaryLaunchTag:
+        """The tag of a phase ("head", "tail" or "sweep") and a half ("k" or "v") of this group."""
+        return CanaryLaunchTag[f"{phase}_{half}_{self.kind.name}".upper()]
+
     def endpoints(self, phase: str, pool: Any) -> list[Endpoint]:
         """The endpoints of a phase ("head", "tail" or "sweep"), K first; those behind the forward with their live sources."""
         buffer = "head" if phase == "head" else "tail"
         return [
             Endpoint(
                 canary_buf=getattr(self, f"{half}_{buffer}"),
-                tag=CanaryLaunchTag[f"{phase}_{half}_{self.kind.name}".upper()],
+                tag=self.launch_tag(phase, half),
                 sources=() if phase == "head" else tuple(spec.bind(pool) for spec in getattr(self, f"real_kv_sources_{half}")),
             )
             for half in self.halves

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -22,7 +22,9 @@ from jax_kvcanary.expected_tokens import append_expected_tokens, set_expected_to
 from jax_kvcanary.plan import Plan, VerifyPlan, plan, translate_slots
 from jax_kvcanary.pools import attach_canary_buffers
 from jax_kvcanary.report import CanaryReport
+from jax_kvcanary.sources import PoolPath, resolve_path
 from jax_kvcanary.state import CanaryDeviceState
+from jax_kvcanary.swa_statistics import SwaDivergence, add_divergences, swa_divergence
 from jax_kvcanary.verify import verify_launch
 from jax_kvcanary.write import write_launch
 
@@ -65,11 +67,13 @@ class Canary:
         config: see :class:`CanaryConfig`.
         capacities: room of the plans, see :class:`CanaryLaunchCapacities`.
         swa_window_size: positions that an SWA group verifies; 0 is all.
+        swa_tables: paths in the pool to the tables from full-pool slots to those of the SWA groups.
     """
 
     config: CanaryConfig
     capacities: CanaryLaunchCapacities
     swa_window_size: int = 0
+    swa_tables: tuple[PoolPath, ...] = ()
 
     def pre_forward(self, state: CanaryState, batch: ForwardBatch, pool: Any) -> tuple[CanaryState, CanaryStep]:
         """Plan the step, verify the HEAD buffers and write them. Call it before the model's forward.
@@ -239,6 +243,28 @@ class Canary:
         check_type(state, "state", CanaryState)
         return CanaryState(state.groups, append_expected_tokens(state.device_state, req_pool_indices, positions, tokens))
 
+    def swa_divergence(self, batch: ForwardBatch, pool: Any) -> SwaDivergence:
+        """How the slots of the SWA groups differ from those of the full pool; for :meth:`CanaryMonitor.log_swa_divergence`.
+
+        A function of its own, which loops that do not call it do not pay for. Several groups with a table are added up.
+
+        Args:
+            batch: the batch of a forward; its ``req_to_token`` has the slots of the tokens being written, too.
+            pool: the pool before or after that forward; only its SWA tables are read.
+
+        Raises:
+            ValueError: no SWA group has a table. TypeError, ValueError: an argument of a wrong type, dtype or shape.
+        """
+        if not self.swa_tables:
+            raise ValueError("`pool` has no sliding-window group with a table from full-pool slots, so there is no divergence to count.")
+        tables = (resolve_path(pool, path) for path in self.swa_tables)
+        return reduce(add_divergences, [swa_divergence(batch, table, swa_window_size=self.swa_window_size) for table in tables])
+
+    def stats_due(self, step: int) -> bool:
+        """Whether ``config.stats_every_n_steps`` asks for statistics at this step of the loop's own count."""
+        check_int(step, "step", 0, INT32_MAX)
+        return self.config.stats_every_n_steps > 0 and step % self.config.stats_every_n_steps == 0
+
     def _check(self, state: CanaryState, batch: ForwardBatch) -> None:
         check_type(state, "state", CanaryState)
         check_type(batch, "batch", ForwardBatch)
@@ -357,7 +383,8 @@ def install_canary(
     state = CanaryState(groups, dataclasses.replace(device_state, enable_chain_position_assert=off))
     if len(devices) == 1 and devices != _devices(off):
         state = jax.device_put(state, next(iter(devices)))
-    return Canary(config, capacities, swa_window_size), state
+    tables = tuple(group.swa_index_lut for group in groups if group.kind is PoolKind.SWA and group.swa_index_lut is not None)
+    return Canary(config, capacities, swa_window_size, tables), state
 
 
 def _devices(tree: Any) -> set[jax.Device]:

@@ -135,13 +135,8 @@ def plan(
     Raises:
         TypeError: a dtype other than int32 and int64. ValueError: a wrong rank, length or range.
     """
-    check_type(inputs, "inputs", PlanInput)
-    batch = index_array(inputs.req_pool_indices, "inputs.req_pool_indices", (None,), "one request row for each row of the batch")
+    batch, prefix, extend, table = row_arrays(inputs, req_to_token)
     bs = batch.shape[0]
-    row = f"the batch of {bs} rows"
-    prefix = index_array(inputs.prefix_lens, "inputs.prefix_lens", (bs,), row)
-    extend = index_array(inputs.extend_seq_lens, "inputs.extend_seq_lens", (bs,), row)
-    table = index_array(req_to_token, "req_to_token", (None, None), "a table of slots by request row and position")
 
     check_int(verify_capacity, "verify_capacity", 0, INT32_MAX - 1)
     check_int(swa_window_size, "swa_window_size", 0, INT32_MAX)
@@ -152,13 +147,13 @@ def plan(
 
     lut = full_to_swa_index_mapping
     if lut is not None:
-        lut = index_array(lut, "full_to_swa_index_mapping", (None,), "a table from full-pool slots to the group's own")
+        lut = lut_array(lut)
     valid_lens = None
     if expected_tokens is not None:
         expected_tokens = token_array(expected_tokens, "expected_tokens", (None, None), "a table of tokens by request row and position")
         if inputs.expected_tokens_valid_lens is None:
             raise ValueError("`inputs.expected_tokens_valid_lens` is None, but it must be an array when `expected_tokens` is given.")
-        valid_lens = index_array(inputs.expected_tokens_valid_lens, "inputs.expected_tokens_valid_lens", (bs,), row)
+        valid_lens = index_array(inputs.expected_tokens_valid_lens, "inputs.expected_tokens_valid_lens", (bs,), f"the batch of {bs} rows")
 
     statics = PlanStatics(
         batch_size=bs,
@@ -172,7 +167,7 @@ def plan(
         expected_width=0 if expected_tokens is None else expected_tokens.shape[1],
         kv_token_id_vs_position_offset=int(kv_token_id_vs_position_offset),
     )
-    arrays = PlanArrays(*(_never_empty(a) for a in (batch, prefix, extend, table, lut, expected_tokens, valid_lens)))
+    arrays = PlanArrays(*(never_empty(a) for a in (batch, prefix, extend, table, lut, expected_tokens, valid_lens)))
     out = plan_arrays(arrays, statics)
     return Plan(
         verify=VerifyPlan(
@@ -203,11 +198,28 @@ def translate_slots(slots: ArrayLike, full_to_swa_index_mapping: ArrayLike | Non
     if full_to_swa_index_mapping is None:
         return slots
     slots = index_array(slots, "slots", (None,), "full-pool slots")
-    lut = index_array(full_to_swa_index_mapping, "full_to_swa_index_mapping", (None,), "a table from full-pool slots to the group's own")
-    return translate(gather, _never_empty(lut), lut.shape[0], slots, slots >= 0)
+    lut = lut_array(full_to_swa_index_mapping)
+    return translate(gather, never_empty(lut), lut.shape[0], slots, slots >= 0)
 
 
-def _never_empty(array: ArrayLike | None) -> ArrayLike | None:
+def row_arrays(inputs: PlanInput, req_to_token: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The rows of a batch and the table of their slots, checked and as int32: request rows, prefix and extend lengths, table."""
+    check_type(inputs, "inputs", PlanInput)
+    batch = index_array(inputs.req_pool_indices, "inputs.req_pool_indices", (None,), "one request row for each row of the batch")
+    bs = batch.shape[0]
+    row = f"the batch of {bs} rows"
+    prefix = index_array(inputs.prefix_lens, "inputs.prefix_lens", (bs,), row)
+    extend = index_array(inputs.extend_seq_lens, "inputs.extend_seq_lens", (bs,), row)
+    table = index_array(req_to_token, "req_to_token", (None, None), "a table of slots by request row and position")
+    return batch, prefix, extend, table
+
+
+def lut_array(full_to_swa_index_mapping: ArrayLike) -> jax.Array:
+    """A table from full-pool slots to a group's own, checked and as int32."""
+    return index_array(full_to_swa_index_mapping, "full_to_swa_index_mapping", (None,), "a table from full-pool slots to the group's own")
+
+
+def never_empty(array: ArrayLike | None) -> ArrayLike | None:
     """The array, or one element that nothing reads in place of an empty one: kernels cannot take empty operands."""
     if array is None or as_array(array).size:
         return array

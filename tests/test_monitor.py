@@ -8,17 +8,15 @@ import re
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_kvcanary as kvc
+from helpers.reports import RING_CAPACITY, Watched, make_report, row
 from jax_kvcanary import CanaryLaunchTag as Tag
 from jax_kvcanary import FailReason as Reason
-from jax_kvcanary.state import from_int64
 
 CAPACITIES = kvc.CanaryLaunchCapacities(53, 2)
-RING_CAPACITY = 5
 EXAMPLE = (
     "kv_canary violation: launch_tag=TAIL_K_FULL fail_reason=verify_chain_hash+verify_position slot_idx=7 position=3 stored_token=11 "
     "expected_token=-1 stored_chain_hash=0x0123456789abcdef expected_aux=0xfedcba9876543210"
@@ -43,29 +41,6 @@ REASON_NAMES = [
 
 def make_monitor(mode="log"):
     return kvc.CanaryMonitor(kvc.Canary(kvc.CanaryConfig(mode, ring_capacity=RING_CAPACITY), CAPACITIES))
-
-
-def row(slot, tag=Tag.TAIL_K_FULL, reasons=Reason.VERIFY_CHAIN_HASH_MISMATCH):
-    return (int(tag), slot, 3, 11, -1, 5, 6, int(reasons))
-
-
-def make_report(step, rows=(), total=None, *, skips=None, invalid=0, tag=Tag.TAIL_K_FULL, array=jnp.asarray):
-    """What the device reports after some steps: the first rows of the ring, and how many violations there were."""
-    ring = np.zeros((RING_CAPACITY, 8), np.int64)
-    ring[: len(rows)] = np.reshape(rows, (-1, 8))
-    kernel_runs = np.zeros(12, np.int64)
-    kernel_runs[tag] = 2 * step
-    skip_counters = np.zeros(12, np.uint32)
-    for skipped, count in (skips or {}).items():
-        skip_counters[skipped] = count
-    write_index = np.array([len(rows) if total is None else total], np.int32)
-    state = dataclasses.replace(
-        kvc.CanaryDeviceState.allocate(kvc.CanaryConfig("log")),
-        violation_log=kvc.ViolationLog(from_int64(ring), write_index),
-        kernel_run_counters=from_int64(kernel_runs),
-        verify_skip_counters=skip_counters,
-    )
-    return jax.tree.map(array, kvc.CanaryReport.of(state, np.array([invalid], np.int32)))
 
 
 def handle(monitor, *reports):
@@ -194,21 +169,6 @@ def test_raise_mode_raises_and_goes_on(log):
 
 
 # When reports are read.
-
-
-class Watched:
-    """A device array that notes what is done with it."""
-
-    def __init__(self, events, label, value):
-        self.events, self.label, self.value = events, label, value
-        self.dtype, self.shape = value.dtype, value.shape
-
-    def copy_to_host_async(self):
-        self.events.append(("copy", self.label))
-
-    def __array__(self, dtype=None, copy=None):
-        self.events.append(("read", self.label))
-        return np.array(self.value, dtype)
 
 
 def watched_reports(events, *keywords):
