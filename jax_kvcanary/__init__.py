@@ -23,6 +23,7 @@ from jax_kvcanary.constants import (
     RealKvHashMode,
 )
 from jax_kvcanary.monitor import CanaryMonitor
+from jax_kvcanary.oracle import TokenOracle
 from jax_kvcanary.plan import Plan, PlanInput, VerifyPlan, WritePlan, plan
 from jax_kvcanary.pools import attach_canary_buffers, register_pool_attacher
 from jax_kvcanary.reference import mix3, splitmix64
@@ -62,6 +63,7 @@ __all__ = [
     "RealKvHashMode",
     "RealKvSource",
     "SourceSpec",
+    "TokenOracle",
     "VerifyPlan",
     "Violation",
     "ViolationLog",

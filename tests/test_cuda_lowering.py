@@ -99,6 +99,12 @@ def test_a_step_of_the_loop():
     assert occurrences(text, TARGETS) == [2, 2]
 
 
+def test_the_inputs_of_an_oracle_take_one_kernel():
+    oracle = kvc.TokenOracle(seed=3, vocab_size=101)
+    batch = kvc.ForwardBatch(ints(TOKENS), ints(TOKENS), ints(TOKENS), rows(5), ints(MAX_REQS, MAX_SEQ_LEN))
+    assert occurrences(cuda_text(oracle.with_expected_inputs, batch, ints(5)), KERNELS) == [1, 0]
+
+
 def test_a_program_for_the_cpu_has_no_kernels():
     text = jax.jit(lambda inputs, table: kvc.plan(inputs, table, verify_capacity=7)).trace(rows(3), ints(MAX_REQS, MAX_SEQ_LEN))
     assert not any(occurrences(text.lower(lowering_platforms=("cpu",)).as_text(), KERNELS))
