@@ -25,6 +25,7 @@ from jax_kvcanary.constants import (
 from jax_kvcanary.expected_tokens import append_expected_tokens, set_expected_tokens
 from jax_kvcanary.health import CanaryHealthError
 from jax_kvcanary.monitor import CanaryMonitor
+from jax_kvcanary.oracle import TokenOracle
 from jax_kvcanary.plan import Plan, PlanInput, VerifyPlan, WritePlan, plan
 from jax_kvcanary.pools import attach_canary_buffers, register_pool_attacher
 from jax_kvcanary.reference import mix3, splitmix64
@@ -69,6 +70,7 @@ __all__ = [
     "RealKvSource",
     "SourceSpec",
     "SwaDivergence",
+    "TokenOracle",
     "VerifyPlan",
     "Violation",
     "ViolationLog",

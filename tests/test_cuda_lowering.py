@@ -140,6 +140,12 @@ def test_a_step_that_checks_tokens(append):
     assert occurrences(text, EXPECTED) == [append]
 
 
+def test_the_inputs_of_an_oracle_take_one_kernel():
+    oracle = kvc.TokenOracle(seed=3, vocab_size=101)
+    batch = kvc.ForwardBatch(ints(TOKENS), ints(TOKENS), ints(TOKENS), rows(5), ints(MAX_REQS, MAX_SEQ_LEN))
+    assert occurrences(cuda_text(oracle.with_expected_inputs, batch, ints(5)), KERNELS) == [1, 0]
+
+
 def test_a_program_for_the_cpu_has_no_kernels():
     def plan_and_store(inputs, table):
         return kvc.plan(inputs, table, verify_capacity=7), scatter_tokens(table, *(inputs.prefix_lens,) * 4)

@@ -1,17 +1,22 @@
-"""Hashes: the vectors, hand-worked values, and chains that a backend writes."""
+"""Hashes: the vectors, hand-worked values, the same inside JAX programs, and chains that a backend writes."""
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from helpers.backends import BACKENDS
 from helpers.states import fields, fresh_buffer, fresh_state
 from helpers.vectors import load_vectors
-from jax_kvcanary import reference
+from jax_kvcanary import hashing, reference
 from jax_kvcanary.constants import CANARY_CHAIN_ANCHOR, CanaryLaunchTag, RealKvHashMode
 from jax_kvcanary.plan import WritePlan
 from jax_kvcanary.sources import RealKvSource
+from jax_kvcanary.state import from_int64, to_int64
 
 HASHES = load_vectors("hash")
 
@@ -83,6 +88,93 @@ def test_source_geometry_by_hand():
     )
     for slot, word in enumerate([101, 103, 106, 108, 111]):
         assert reference.source_hash(source, slot, RealKvHashMode.ALL) == reference.splitmix64(word)
+
+
+# The same functions in jnp, on word pairs.
+
+EDGES = [0, 1, -1, 2, 2**31 - 1, 2**31, -(2**31), 2**32 - 1, 2**32, -(2**32), 0xFFFF, 0x10000, 2**63 - 1, -(2**63)]
+
+
+@pytest.fixture(params=["eager", "jit", "eager_x64", "jit_x64"])
+def run(request):
+    """How to call a function of words."""
+
+    def call(function, *args):
+        with jax.enable_x64(request.param.endswith("x64")):
+            return np.asarray((jax.jit(function) if request.param.startswith("jit") else function)(*args))
+
+    return call
+
+
+def words_of_ints(values):
+    return from_int64([reference.hashes.to_signed(int(value)) for value in values])
+
+
+def test_words_agree_with_the_vectors(run):
+    x, want = zip(*HASHES["splitmix64"], strict=True)
+    np.testing.assert_array_equal(run(hashing.splitmix64, words_of_ints(x)), words_of_ints(want))
+    *abc, want = zip(*HASHES["mix3"], strict=True)
+    np.testing.assert_array_equal(run(hashing.mix3, *map(words_of_ints, abc)), words_of_ints(want))
+
+
+def test_words_agree_with_the_reference(run):
+    a, b, c = np.random.default_rng(3).integers(-(2**63), 2**63, (3, 1009))
+    a[: len(EDGES)], b[: len(EDGES)], c[: len(EDGES)] = EDGES, EDGES[::-1], EDGES
+    got = run(hashing.splitmix64, from_int64(a))
+    np.testing.assert_array_equal(got, words_of_ints(map(reference.splitmix64, a)))
+    got = run(hashing.mix3, from_int64(a), from_int64(b), from_int64(c))
+    np.testing.assert_array_equal(got, words_of_ints(map(reference.mix3, a, b, c)))
+    np.testing.assert_array_equal(
+        run(hashing.mix3, from_int64(7), from_int64(b), from_int64(-9)), words_of_ints(reference.mix3(7, word, -9) for word in b)
+    )
+    assert got.dtype == np.uint32
+
+
+@pytest.mark.parametrize("bound", [1, 2, 3, 32003, 65536, 2**31 - 1])
+def test_hashes_below_a_bound(run, bound):
+    words = np.concatenate([np.random.default_rng(bound).integers(-(2**63), 2**63, 499), EDGES])
+    got = run(partial(hashing.scale_below, bound=bound), from_int64(words))
+    np.testing.assert_array_equal(got, [int(word) % 2**64 * bound >> 64 for word in words])
+    assert got.dtype == np.int32
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_integers_become_words_without_change_of_value(dtype, x64):
+    values = np.array([value for value in EDGES if np.iinfo(dtype).min <= value <= np.iinfo(dtype).max], dtype)
+    with jax.enable_x64(x64):
+        words = hashing.words_of(values.reshape(2, -1))
+    assert words.shape == (2, len(values) // 2, 2)
+    np.testing.assert_array_equal(to_int64(words).reshape(-1), values)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: hashing.words_of(jnp.ones(3)), TypeError, "`values` has dtype float32, but it must be int32 or int64."),
+        (lambda: hashing.words_of(3), TypeError, "`values` is of type int, but it must be an array."),
+        (lambda: hashing.splitmix64(np.ones((3, 2), np.int32)), TypeError, "`words` has dtype int32, but it must be uint32."),
+        (
+            lambda: hashing.splitmix64(np.ones((2, 3), np.uint32)),
+            ValueError,
+            "`words` has shape [2, 3], but a word of two halves in the last axis needs shape [any, 2].",
+        ),
+        (
+            lambda: hashing.mix3(np.ones(2, np.uint32), np.uint32(1), np.ones(2, np.uint32)),
+            ValueError,
+            "`b` has shape [], but a word of two halves in the last axis needs shape [2].",
+        ),
+        (
+            lambda: hashing.scale_below(np.ones(2, np.uint32), 2**31),
+            ValueError,
+            "`bound` is 2147483648, but it must be between 1 and 2147483647.",
+        ),
+    ],
+)
+def test_what_is_no_word_is_refused(call, error, text):
+    with pytest.raises(error) as caught:
+        call()
+    assert (type(caught.value), str(caught.value)) == (error, text)
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
