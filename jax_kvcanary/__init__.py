@@ -32,6 +32,7 @@ from jax_kvcanary.reference import mix3, splitmix64
 from jax_kvcanary.report import CanaryReport
 from jax_kvcanary.sources import RealKvSource, SourceSpec
 from jax_kvcanary.state import CanaryDeviceState, ViolationLog, to_int64
+from jax_kvcanary.statistics import CanaryMetrics
 from jax_kvcanary.swa_statistics import SwaDivergence
 from jax_kvcanary.sweep import CacheNode, sweep_plan
 from jax_kvcanary.verify import verify_step
@@ -55,6 +56,7 @@ __all__ = [
     "CanaryHealthError",
     "CanaryLaunchCapacities",
     "CanaryLaunchTag",
+    "CanaryMetrics",
     "CanaryMode",
     "CanaryMonitor",
     "CanaryReport",

@@ -198,6 +198,12 @@ class Canary:
         on = jnp.ones_like(state.device_state.enable_chain_position_assert)
         return CanaryState(state.groups, dataclasses.replace(state.device_state, enable_chain_position_assert=on))
 
+    def reset_log(self, state: CanaryState) -> CanaryState:
+        """Empty the violation log, so that its ring has room again. Counters go on; a monitor notices and goes on as well."""
+        check_type(state, "state", CanaryState)
+        log = state.device_state.violation_log.reset()
+        return CanaryState(state.groups, dataclasses.replace(state.device_state, violation_log=log))
+
     def release(self, state: CanaryState, slots: ArrayLike, pool: Any) -> CanaryState:
         """Write fresh records to slots that were freed, so that a later use by a stale owner is a finding.
 

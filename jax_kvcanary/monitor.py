@@ -15,6 +15,7 @@ from jax_kvcanary.constants import CanaryLaunchTag
 from jax_kvcanary.health import LaunchHealth, launch_tags
 from jax_kvcanary.report import CanaryReport
 from jax_kvcanary.state import to_int64
+from jax_kvcanary.statistics import CanaryCounts, CanaryMetrics, statistics_line
 from jax_kvcanary.swa_statistics import SwaDivergence
 from jax_kvcanary.violations import CanaryViolationError, Violation, with_related_slots
 
@@ -38,17 +39,22 @@ class CanaryMonitor:
     since the check before is an error: :class:`CanaryHealthError` in mode RAISE, a line at ERROR in mode LOG. HEAD and TAIL tags of
     each group of the state should run, and its SWEEP tags within ``config.sweep_interval`` steps, where that is set. A group that the
     state had at a check is expected from then on, so a canary installed anew takes a new monitor.
+
+    Every ``config.stats_every_n_steps`` steps, where that is set, it logs one line of statistics at INFO.
+
+    Args:
+        canary: the canary.
+        metrics: counters for Prometheus, which every report adds to.
     """
 
-    def __init__(self, canary: Canary) -> None:
+    def __init__(self, canary: Canary, metrics: CanaryMetrics | None = None) -> None:
         check_type(canary, "canary", Canary, ", as install_canary returns it")
         self._canary = canary
         self._pending: _Observed | None = None
         self._divergences: list[SwaDivergence] = []
-        self._rows_seen = 0
-        self._violations_seen = 0
-        self._last_step = 0
-        self._skips_seen = np.zeros(len(CanaryLaunchTag), np.int64)
+        self._rows_seen = 0  # of the ring, since the log was reset last
+        self._counts = self._at_last_line = CanaryCounts.none()
+        self._metrics = metrics
         self._violations: list[Violation] = []
         self._health = LaunchHealth(canary.config.sweep_interval)
 
@@ -115,7 +121,7 @@ class CanaryMonitor:
                 self._handle(previous)
         finally:
             for divergence in divergences:
-                line = {"event": "kv_canary_swa_divergence", "step": self._last_step, **divergence.on_host()}
+                line = {"event": "kv_canary_swa_divergence", "step": self._counts.steps, **divergence.on_host()}
                 logger.info("%s", json.dumps(line))
 
     def _handle(self, observed: _Observed) -> None:
@@ -123,15 +129,17 @@ class CanaryMonitor:
         # In every pass the tail of each group runs once to verify and once to write; a canary can lack one of the groups.
         runs = to_int64(summary["kernel_run_counters"])
         step = int(max(runs[CanaryLaunchTag.TAIL_K_FULL], runs[CanaryLaunchTag.TAIL_K_SWA]) // 2)
-        earliest, self._last_step = min(self._last_step + 1, step), step
-        self._warn_about_gaps(summary, step)
+        before, self._counts = self._counts, self._counts.after(summary, step)
+        self._warn_about_gaps(before)
+        self._write_statistics(before)
 
         # Everything is taken in before anything is raised. A corrupted cache comes first; launches that stopped may be its cause.
         unhealthy = self._health.take(runs, observed.tags)
-        new, dropped = self._take_rows(observed.report, int(summary["violation_write_index"][0]), step, earliest)
+        new, dropped = self._take_rows(observed.report, before)
+        by_reason = self._counts.reasons_text() if dropped else ""
         if self._canary.config.mode is CanaryMode.RAISE:
             if new or dropped:
-                raise CanaryViolationError(self._violations, self._violations_seen) from unhealthy
+                raise CanaryViolationError(self._violations, self._counts.violations, by_reason) from unhealthy
             if unhealthy is not None:
                 raise unhealthy
             return
@@ -139,16 +147,24 @@ class CanaryMonitor:
             logger.warning("%s", violation)
         if dropped:
             logger.warning(
-                "kv_canary: the violation ring of %d rows is full; %d more violations were counted but not kept.", self._rows_seen, dropped
+                "kv_canary: the violation ring of %d rows is full; %d more violations were counted but not kept. By launch tag and "
+                "reason: %s.",
+                self._rows_seen,
+                dropped,
+                by_reason,
             )
         if unhealthy is not None:
             logger.error("%s", unhealthy)
 
-    def _take_rows(self, report: CanaryReport, total: int, step: int, earliest: int) -> tuple[list[Violation], int]:
+    def _take_rows(self, report: CanaryReport, before: CanaryCounts) -> tuple[list[Violation], int]:
         """The violations that were not seen before, and how many more of them found the ring full."""
-        if total <= self._violations_seen:
+        now = self._counts
+        if now.resets != before.resets:
+            self._rows_seen = 0
+        if now.violations == before.violations:
             return [], 0
-        rows = to_int64(report.violation_ring)[:total]
+        step, earliest = now.steps, min(before.steps + 1, now.steps)
+        rows = to_int64(report.violation_ring)[: now.in_log]
         request_rows = [None] * len(rows) if report.violation_request_rows is None else np.asarray(report.violation_request_rows)
         new = with_related_slots(
             [
@@ -156,28 +172,34 @@ class CanaryMonitor:
                 for i in range(self._rows_seen, len(rows))
             ]
         )
-        dropped = (total - self._violations_seen) - len(new)
         self._violations += new
-        self._rows_seen, self._violations_seen = len(rows), total
-        return new, dropped
+        self._rows_seen = len(rows)
+        return new, now.violations - before.violations - len(new)
 
-    def _warn_about_gaps(self, summary: dict[str, np.ndarray], step: int) -> None:
+    def _write_statistics(self, before: CanaryCounts) -> None:
+        """A line at the first report in which another N steps are full, and the metrics at each."""
+        every, now = self._canary.config.stats_every_n_steps, self._counts
+        if self._metrics is not None:
+            self._metrics.add(now, before)
+        if every and now.steps // every > before.steps // every:
+            logger.info("%s", statistics_line(now, self._at_last_line))
+            self._at_last_line = now
+
+    def _warn_about_gaps(self, before: CanaryCounts) -> None:
         """Say what was not checked: silence must never pass for health."""
-        skips = summary["verify_skip_counters"].astype(np.int64)
+        now = self._counts
         for tag in CanaryLaunchTag:
-            if skips[tag] > self._skips_seen[tag]:
+            if now.skips[tag] > before.skips[tag]:
                 logger.warning(
                     "kv_canary: %s skipped its verify %d times up to step %d, because the step had more entries than verify_capacity.",
                     tag.name,
-                    skips[tag] - self._skips_seen[tag],
-                    step,
+                    now.skips[tag] - before.skips[tag],
+                    now.steps,
                 )
-        self._skips_seen = skips
-        invalid = int(summary["num_invalid_rows"][0])
-        if invalid:
+        if invalid := now.invalid_rows - before.invalid_rows:
             logger.warning(
                 "kv_canary: %d rows of the batch of step %d were invalid (request row, prefix or extend length out of range) and were "
                 "not verified.",
                 invalid,
-                step,
+                now.steps,
             )

@@ -19,6 +19,7 @@ from jax_kvcanary.state import CanaryDeviceState
 _PARTS: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("violation_write_index", (1,), "<i4"),
     ("num_invalid_rows", (1,), "<i4"),
+    ("reset_count", (1,), "<i4"),
     ("kernel_run_counters", (NUM_LAUNCH_TAGS, 2), "<u4"),
     ("slot_run_counters", (NUM_LAUNCH_TAGS, 2), "<u4"),
     ("fail_reason_counters", (NUM_LAUNCH_TAGS, FAIL_REASON_COLUMNS), "<u4"),
@@ -43,7 +44,7 @@ class CanaryReport:
         violation_request_rows: int32 [ring_capacity]; likewise.
         row_flags: int32 [bs]; for each row of the batch the :class:`FailReason` bits found in this step, so that a server can abort the
             requests at fault and go on with the others. Empty for a sweep.
-        summary: uint32 [158]; everything below, row-major, one after the other.
+        summary: uint32 [159]; everything below, row-major, one after the other.
     """
 
     violation_ring: ArrayLike
@@ -59,6 +60,7 @@ class CanaryReport:
             **vars(device_state),
             "violation_write_index": log.violation_write_index,
             "num_invalid_rows": num_invalid_rows,
+            "reset_count": jnp.zeros((1,), jnp.int32) if log.reset_count is None else log.reset_count,
         }
         words = [jax.lax.bitcast_convert_type(jnp.ravel(values[name]), jnp.uint32) for name, _, _ in _PARTS]
         return cls(
@@ -73,7 +75,7 @@ class CanaryReport:
         self.summary.copy_to_host_async()
 
     def on_host(self) -> dict[str, np.ndarray]:
-        """The parts of the summary by name: those of :class:`CanaryDeviceState`, and ``num_invalid_rows`` int32 [1]."""
+        """The parts of the summary by name: those of :class:`CanaryDeviceState`, and ``num_invalid_rows`` and ``reset_count`` int32 [1]."""
         words, parts = np.asarray(self.summary), {}
         for name, shape, dtype in _PARTS:
             part, words = np.split(words, [math.prod(shape)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +43,7 @@ def from_int64(values: Any) -> np.ndarray:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("violation_ring", "violation_write_index", "violation_request_rows"),
+    data_fields=("violation_ring", "violation_write_index", "violation_request_rows", "reset_count"),
     meta_fields=(),
 )
 @dataclass(frozen=True)
@@ -54,11 +55,13 @@ class ViolationLog:
         violation_write_index: int32 [1]; violations so far, those that found the ring full included.
         violation_request_rows: int32 [ring_capacity]; the row of ``req_to_token`` that each violation belongs to, -1 where it belongs to
             none. None keeps no such list.
+        reset_count: int32 [1]; how often the log was emptied, by which a monitor knows that it was. None does not count.
     """
 
     violation_ring: ArrayLike
     violation_write_index: ArrayLike
     violation_request_rows: ArrayLike | None = None
+    reset_count: ArrayLike | None = None
 
     @classmethod
     def allocate(cls, *, ring_capacity: int) -> ViolationLog:
@@ -68,6 +71,15 @@ class ViolationLog:
             violation_ring=jnp.zeros((ring_capacity, VIOLATION_FIELDS, 2), jnp.uint32),
             violation_write_index=jnp.zeros((1,), jnp.int32),
             violation_request_rows=jnp.full((ring_capacity,), -1, jnp.int32),
+            reset_count=jnp.zeros((1,), jnp.int32),
+        )
+
+    def reset(self) -> ViolationLog:
+        """The log without any rows."""
+        return dataclasses.replace(
+            self,
+            violation_write_index=jnp.zeros_like(self.violation_write_index),
+            reset_count=None if self.reset_count is None else self.reset_count + 1,
         )
 
     def rows(self) -> np.ndarray:

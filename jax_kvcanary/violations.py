@@ -138,11 +138,16 @@ def violations_to_dict(violations: Sequence[Violation], total: int | None = None
 
 
 class CanaryViolationError(RuntimeError):
-    """The cache is corrupted. ``violations`` has every row that the ring holds so far."""
+    """The cache is corrupted. ``violations`` has every row that the ring kept so far, ``total`` counts those that it did not, too.
 
-    def __init__(self, violations: Sequence[Violation], total: int | None = None) -> None:
+    ``by_reason`` says how many there were of each kind, where some were not kept: a flood hides no other kind.
+    """
+
+    def __init__(self, violations: Sequence[Violation], total: int | None = None, by_reason: str = "") -> None:
         self.violations = tuple(violations)
         self.total = len(self.violations) if total is None else total
         shown = "\n".join(str(violation) for violation in self.violations[:8])
         more = self.total - min(len(self.violations), 8)
-        super().__init__(f"{shown}\n{more} more violations were recorded." if more > 0 else shown)
+        if more > 0:
+            shown += f"\n{more} more violations were recorded."
+        super().__init__(f"{shown}\nBy launch tag and reason: {by_reason}." if by_reason else shown)

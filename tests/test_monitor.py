@@ -263,17 +263,18 @@ def test_a_full_ring_says_how_many_are_missing(log):
     rows = [row(slot) for slot in range(RING_CAPACITY)]
     handle(monitor, make_report(1, rows[:3]))
     assert len(log.take()) == 3
-    missing = "kv_canary: the violation ring of 5 rows is full; {} more violations were counted but not kept."
+    missing = "kv_canary: the violation ring of 5 rows is full; {} more violations were counted but not kept. By launch tag and "
+    missing += "reason: TAIL_K_FULL verify_chain_hash {}."
     handle(monitor, make_report(2, rows, total=9))
     messages = log.take()
     assert [message.splitlines()[0] for message in messages] == [
         *(kvc.Violation.from_row(entry).first_line() for entry in rows[3:]),
-        missing.format(4),
+        missing.format(4, 9),
     ]
     handle(monitor, make_report(3, rows, total=9))
     assert log.take() == []
     handle(monitor, make_report(4, rows, total=20))
-    assert log.take() == [missing.format(11)]
+    assert log.take() == [missing.format(11, 20)]
     assert len(monitor.violations) == RING_CAPACITY
 
 
@@ -285,7 +286,7 @@ def test_a_full_ring_still_raises():
             handle(monitor, make_report(step, rows, total=total))
         assert len(caught.value.violations) == RING_CAPACITY
         assert caught.value.total == total
-        assert str(caught.value).endswith(f"\n{more} more violations were recorded.") == bool(more)
+        assert (f"\n{more} more violations were recorded.\nBy launch tag and reason: " in str(caught.value)) == bool(more)
     handle(monitor, make_report(3, rows, total=8))
 
 

@@ -33,7 +33,7 @@ def lines(caplog):
     caplog.set_level(logging.DEBUG, logger="jax_kvcanary")
 
     def take():
-        found = [record for record in caplog.records if record.levelno == logging.INFO]
+        found = [record for record in caplog.records if record.levelno == logging.INFO and record.getMessage().startswith("{")]
         caplog.clear()
         assert {record.name for record in found} <= {"jax_kvcanary"}
         return [json.loads(record.getMessage()) for record in found]

@@ -59,13 +59,14 @@ class Launch:
     def finish(self) -> CanaryDeviceState:
         """The state after the launch, NumPy arrays throughout."""
         table = self._before.req_to_verify_expected_tokens
-        request_rows = self._before.violation_log.violation_request_rows
+        log = self._before.violation_log
         return dataclasses.replace(
             self._before,
             violation_log=ViolationLog(
                 violation_ring=from_int64(self._ring),
                 violation_write_index=np.array([self._write_index], np.int32),
-                violation_request_rows=None if request_rows is None else np.asarray(request_rows),
+                violation_request_rows=None if log.violation_request_rows is None else np.asarray(log.violation_request_rows),
+                reset_count=None if log.reset_count is None else np.asarray(log.reset_count),
             ),
             kernel_run_counters=from_int64(self._kernel_runs),
             slot_run_counters=from_int64(self._slot_runs),

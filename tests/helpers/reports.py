@@ -20,7 +20,7 @@ def row(slot, tag=Tag.TAIL_K_FULL, reasons=Reason.VERIFY_CHAIN_HASH_MISMATCH):
     return (int(tag), slot, 3, 11, -1, 5, 6, int(reasons))
 
 
-def make_report(step, rows=(), total=None, *, skips=None, invalid=0, tag=Tag.TAIL_K_FULL, runs=None, array=jnp.asarray):
+def make_report(step, rows=(), total=None, *, skips=None, invalid=0, tag=Tag.TAIL_K_FULL, runs=None, resets=0, array=jnp.asarray):
     """What the device reports after some steps: the first rows of the ring, and how many violations there were.
 
     ``runs`` has launches by tag; None is the verify and the write of each step under ``tag``.
@@ -33,12 +33,18 @@ def make_report(step, rows=(), total=None, *, skips=None, invalid=0, tag=Tag.TAI
     skip_counters = np.zeros(12, np.uint32)
     for skipped, count in (skips or {}).items():
         skip_counters[skipped] = count
-    write_index = np.array([len(rows) if total is None else total], np.int32)
+    total = len(rows) if total is None else total
+    reason_counters = np.zeros((12, 8), np.uint32)
+    # What found no room was like the last row.
+    for entry in [*rows, *[rows[-1]] * (total - len(rows))] if len(rows) else []:
+        reason_counters[entry[0]] += np.array([entry[7] >> bit & 1 for bit in range(8)], np.uint32)
+    write_index = np.array([total], np.int32)
     state = dataclasses.replace(
         kvc.CanaryDeviceState.allocate(kvc.CanaryConfig("log")),
-        violation_log=kvc.ViolationLog(from_int64(ring), write_index),
+        violation_log=kvc.ViolationLog(from_int64(ring), write_index, None, np.array([resets], np.int32)),
         kernel_run_counters=from_int64(kernel_runs),
         verify_skip_counters=skip_counters,
+        fail_reason_counters=reason_counters,
     )
     return jax.tree.map(array, kvc.CanaryReport.of(state, np.array([invalid], np.int32)))
 
