@@ -7,7 +7,8 @@ import logging
 import numpy as np
 
 from jax_kvcanary._checks import check_type
-from jax_kvcanary.canary import Canary, CanaryState
+from jax_kvcanary.buffers import CanaryState
+from jax_kvcanary.canary import Canary
 from jax_kvcanary.config import CanaryMode
 from jax_kvcanary.constants import CanaryLaunchTag
 from jax_kvcanary.report import CanaryReport
