@@ -76,6 +76,11 @@ class CanaryRecords:
 
     groups: tuple[GroupRecords, ...]
 
+    @property
+    def num_slots(self) -> int:
+        """How many slots the records are of."""
+        return int(self.groups[0].k_head.shape[0]) if self.groups else 0
+
     def on_host(self) -> CanaryRecords:
         """The records in NumPy arrays. Waits for the device."""
         return jax.device_get(self)
@@ -88,7 +93,7 @@ class CanaryRecords:
         """
         if self.groups:
             check_array(self.groups[0].k_head, "records.groups[0].k_head")
-        n = int(self.groups[0].k_head.shape[0]) if self.groups else 0
+        n = self.num_slots
         _check_lengths(self, n)
         parts = [_HEADER.pack(_MAGIC, _VERSION, len(self.groups), n)]
         for group in self.groups:
