@@ -39,7 +39,9 @@ class WindowPool:
 
     @classmethod
     def allocate(cls, num_slots: int = NUM_SLOTS, swa_slots: int = SWA_SLOTS) -> WindowPool:
-        return cls(*(jnp.zeros((n, WIDTH)) for n in (num_slots, num_slots, swa_slots, swa_slots)), jnp.zeros(num_slots, jnp.int32))
+        return cls(
+            *(jnp.zeros((n, WIDTH), jnp.float32) for n in (num_slots, num_slots, swa_slots, swa_slots)), jnp.zeros(num_slots, jnp.int32)
+        )
 
 
 def attach_window_pool(
