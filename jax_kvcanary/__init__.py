@@ -7,8 +7,8 @@ from importlib.metadata import version
 
 from jax_kvcanary import pools, reference
 from jax_kvcanary.batch import ForwardBatch
-from jax_kvcanary.buffers import CanaryBufferGroup, fresh_records
-from jax_kvcanary.canary import Canary, CanaryState, CanaryStep, install_canary
+from jax_kvcanary.buffers import CanaryBufferGroup, CanaryState, fresh_records
+from jax_kvcanary.canary import Canary, CanaryStep, install_canary
 from jax_kvcanary.config import CanaryConfig, CanaryLaunchCapacities, CanaryMode
 from jax_kvcanary.constants import (
     CANARY_CHAIN_ANCHOR,
@@ -28,6 +28,7 @@ from jax_kvcanary.monitor import CanaryMonitor
 from jax_kvcanary.oracle import TokenOracle
 from jax_kvcanary.plan import Plan, PlanInput, VerifyPlan, WritePlan, plan
 from jax_kvcanary.pools import attach_canary_buffers, register_pool_attacher
+from jax_kvcanary.records import CanaryRecords, GroupRecords, extract_records, insert_records
 from jax_kvcanary.reference import mix3, splitmix64
 from jax_kvcanary.report import CanaryReport
 from jax_kvcanary.sources import RealKvSource, SourceSpec
@@ -59,12 +60,14 @@ __all__ = [
     "CanaryMetrics",
     "CanaryMode",
     "CanaryMonitor",
+    "CanaryRecords",
     "CanaryReport",
     "CanaryState",
     "CanaryStep",
     "CanaryViolationError",
     "FailReason",
     "ForwardBatch",
+    "GroupRecords",
     "Plan",
     "PlanInput",
     "PoolKind",
@@ -80,7 +83,9 @@ __all__ = [
     "__version__",
     "append_expected_tokens",
     "attach_canary_buffers",
+    "extract_records",
     "fresh_records",
+    "insert_records",
     "install_canary",
     "mix3",
     "plan",

@@ -1,4 +1,4 @@
-"""The canary buffers of one group of a pool."""
+"""The canary buffers of a pool's groups, and the state that they are part of."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jax_kvcanary._checks import ArrayLike, check_int
 from jax_kvcanary._launch import Endpoint
 from jax_kvcanary.constants import CANARY_SLOT_BYTES, FRESH_RECORD_BYTE, INT32_MAX, CanaryLaunchTag, PoolKind
 from jax_kvcanary.sources import PoolPath, SourceSpec, resolve_path
+from jax_kvcanary.state import CanaryDeviceState
 
 
 def fresh_records(num_slots: int) -> jax.Array:
@@ -64,6 +65,11 @@ class CanaryBufferGroup:
         """The halves with buffers, in launch order: k, and v where there is one."""
         return ("k", "v") if self.has_v_half else ("k",)
 
+    @property
+    def buffer_names(self) -> tuple[str, ...]:
+        """Field names of the buffers there are."""
+        return tuple(f"{half}_{phase}" for half in self.halves for phase in ("head", "tail"))
+
     def with_buffers(self, **buffers: Any) -> CanaryBufferGroup:
         """The group with some of its buffers replaced, by field name."""
         return dataclasses.replace(self, **buffers)
@@ -87,3 +93,17 @@ class CanaryBufferGroup:
             )
             for half in self.halves
         ]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("groups", "device_state"), meta_fields=())
+@dataclass(frozen=True)
+class CanaryState:
+    """Everything of a canary that lives on the device. Thread it through the step, donated.
+
+    Fields:
+        groups: the canary buffers, one group for each pool or sub-pool.
+        device_state: log and counters.
+    """
+
+    groups: tuple[CanaryBufferGroup, ...]
+    device_state: CanaryDeviceState

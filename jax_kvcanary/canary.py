@@ -15,32 +15,19 @@ from jax_kvcanary._checks import ArrayLike, check_enum, check_int, check_type, i
 from jax_kvcanary._ffi import CUDA_MISSING
 from jax_kvcanary._launch import BatchRows
 from jax_kvcanary.batch import ForwardBatch
-from jax_kvcanary.buffers import CanaryBufferGroup
+from jax_kvcanary.buffers import CanaryBufferGroup, CanaryState
 from jax_kvcanary.config import CanaryConfig, CanaryLaunchCapacities, CanaryMode
-from jax_kvcanary.constants import FRESH_RECORD_BYTE, INT32_MAX, INT64_MAX, PoolKind, RealKvHashMode
+from jax_kvcanary.constants import INT32_MAX, INT64_MAX, PoolKind, RealKvHashMode
 from jax_kvcanary.expected_tokens import append_expected_tokens, set_expected_tokens
 from jax_kvcanary.plan import Plan, VerifyPlan, plan, translate_slots
 from jax_kvcanary.pools import attach_canary_buffers
+from jax_kvcanary.records import release_records
 from jax_kvcanary.report import CanaryReport
 from jax_kvcanary.sources import PoolPath, resolve_path
 from jax_kvcanary.state import CanaryDeviceState
 from jax_kvcanary.swa_statistics import SwaDivergence, add_divergences, swa_divergence
 from jax_kvcanary.verify import verify_launch
 from jax_kvcanary.write import write_launch
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=("groups", "device_state"), meta_fields=())
-@dataclass(frozen=True)
-class CanaryState:
-    """Everything of a canary that lives on the device. Thread it through the step, donated.
-
-    Fields:
-        groups: the canary buffers, one group for each pool or sub-pool.
-        device_state: log and counters.
-    """
-
-    groups: tuple[CanaryBufferGroup, ...]
-    device_state: CanaryDeviceState
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("plans", "out_cache_locs", "row_flags"), meta_fields=())
@@ -204,29 +191,25 @@ class Canary:
         log = state.device_state.violation_log.reset()
         return CanaryState(state.groups, dataclasses.replace(state.device_state, violation_log=log))
 
-    def release(self, state: CanaryState, slots: ArrayLike, pool: Any) -> CanaryState:
-        """Write fresh records to slots that were freed, so that a later use by a stale owner is a finding.
+    def release(self, state: CanaryState, slots: ArrayLike, pool: Any, *, kinds: tuple[PoolKind, ...] | None = None) -> CanaryState:
+        """Write fresh records to slots that were freed, so that the next use by a stale owner is a finding of that step.
 
-        Call it before the pool's SWA table forgets the slots.
+        Call it between the step that used them last and the one that may write them again, and before the pool's SWA table forgets
+        them: a slot that the table maps to 0 is absent, and then only its full-pool record is wiped.
 
         Args:
-            state: the canary's state.
-            slots: int32 or int64 [n] full-pool slots; negative ones are skipped, so that the array can be padded to a fixed length,
-                and so are slot 0 and indices past the pool.
+            state: the canary's state; updated in place under donation.
+            slots: int32 or int64 [n] full-pool slots, an SWA group's translated through its table. Negative ones and slot 0 are skipped,
+                so that the array can be padded to a fixed length. An index past the pool or the table is a finding,
+                SLOT_OUT_OF_RANGE under HEAD_K of the group, and the next report has it.
             pool: the live pool; only its SWA table is read.
+            kinds: groups to release in (static); None is all. (PoolKind.SWA,) is for slots that a window has left and whose full-pool KV
+                lives on.
+
+        Raises:
+            TypeError: an argument of another type or dtype. ValueError: another rank, or a group that the canary does not have.
         """
-        check_type(state, "state", CanaryState)
-        slots = index_array(slots, "slots", (None,), "full-pool slots to release")
-        groups = []
-        for group in state.groups:
-            own = translate_slots(slots, group.lut(pool))
-            fresh = {}
-            for name in (f"{half}_{phase}" for half in group.halves for phase in ("head", "tail")):
-                buffer = jnp.asarray(getattr(group, name))
-                target = jnp.where(own > 0, own, buffer.shape[0])  # past the end: dropped
-                fresh[name] = buffer.at[target].set(jnp.uint8(FRESH_RECORD_BYTE), mode="drop")
-            groups.append(group.with_buffers(**fresh))
-        return CanaryState(tuple(groups), state.device_state)
+        return release_records(state, slots, pool, kinds=kinds)
 
     def set_expected_tokens(
         self,

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_kvcanary._checks import check_shape, check_type
-from jax_kvcanary.canary import Canary, CanaryState
+from jax_kvcanary.buffers import CanaryState
+from jax_kvcanary.canary import Canary
 from jax_kvcanary.config import CanaryMode
 from jax_kvcanary.constants import CanaryLaunchTag
 from jax_kvcanary.health import LaunchHealth, launch_tags

@@ -203,6 +203,9 @@ def test_custom_calls_of_each_piece(v_half):
     assert custom_calls(compiled_text(canary.post_forward, state_after, step, batch, pool)) == [1, 1]
     assert custom_calls(compiled_text(canary.sweep, state, plan, pool)) == [1, 0]
     assert custom_calls(compiled_text(canary.release, state, batch.out_cache_loc, pool)) == [0, 0]
+    records = kvc.extract_records(state, batch.out_cache_loc)
+    assert custom_calls(compiled_text(kvc.extract_records, state, batch.out_cache_loc)) == [0, 0]
+    assert custom_calls(compiled_text(kvc.insert_records, state, batch.out_cache_loc, records)) == [0, 0]
 
 
 def test_a_sweep_interval_adds_nothing_to_a_step():
@@ -355,3 +358,27 @@ def test_copies_of_the_table_would_be_seen():
     canary, state, _, _ = install_with_tokens()
     text = compiled_text(canary.set_expected_tokens, state, jnp.array([3]), jnp.arange(5), jnp.array([5]))
     assert TABLE_TYPE in "\n".join(large_copies(text))
+
+
+def relocated(canary, state, old, new, vacated, pool):
+    """Taken out, put elsewhere, and what nobody has any more released, in one program."""
+    return canary.release(kvc.insert_records(state, new, kvc.extract_records(state, old)), vacated, pool)
+
+
+def test_moved_records_stay_in_their_buffers():
+    """Nothing of a buffer's size is copied, although the program reads what it overwrites."""
+    canary, state, pool = install(MHATokenToKVPool)
+    buffers = [np.random.default_rng(i).integers(0, 256, (NUM_SLOTS, kvc.CANARY_SLOT_BYTES), np.uint8) for i in range(4)]
+    groups = jax.tree.unflatten(jax.tree.structure(state.groups), map(jnp.asarray, buffers))
+    state = kvc.CanaryState(groups, state.device_state)
+    old, new, vacated = jnp.arange(3, 12), jnp.arange(4, 13), jnp.array([3])  # old and new places overlap
+    move = jax.jit(partial(relocated, canary), donate_argnums=0)
+    assert large_copies(move.lower(state, old, new, vacated, pool).compile().as_text()) == []
+    assert large_copies(compiled_text(kvc.extract_records, state, old)) == []
+    before = pointers(state.groups)
+    state = move(state, old, new, vacated, pool)
+    assert pointers(state.groups) == before
+    for got, was in zip(jax.tree.leaves(state.groups), buffers, strict=True):
+        want = was.copy()
+        want[4:13], want[3] = was[3:12], 0xFF
+        np.testing.assert_array_equal(got, want)

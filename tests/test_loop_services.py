@@ -1,4 +1,4 @@
-"""What a canary offers beside its steps: installing, reports, release, sweeps, and the checks that are off by default."""
+"""What a canary offers beside its steps: installing, reports, sweeps, and the checks that are off by default."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from helpers.loops import (
     NUM_SLOTS,
     ROWS,
     TOKENS,
-    UNWRITTEN,
     Loop,
     at,
     baseline,
@@ -167,37 +166,6 @@ def test_invalid_rows_are_in_the_report():
     state, report, _, _ = jitted_step(loop.canary, loop.state, batch, loop.pool)
     assert np.asarray(report.num_invalid_rows).tolist() == [2]
     assert state.device_state.violation_log.count() == 0
-
-
-# Freed slots.
-
-
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_release(jit):
-    loop = Loop()
-    assert loop.extend(1, 0, 5) == []
-    assert loop.extend(2, 0, 4) == []
-    freed = loop.requests.table[1, :5]
-    before = host(loop.state)
-    padded = int32([*freed, -1, 0, NUM_SLOTS, -NUM_SLOTS, 2**31 - 1])
-    release = jax.jit(loop.canary.release, donate_argnums=0) if jit else loop.canary.release
-    loop.state = release(loop.state, padded, loop.pool)
-    for old, new in zip(jax.tree.leaves(before.groups), jax.tree.leaves(loop.state.groups), strict=True):
-        want = old.copy()
-        want[freed] = 0xFF
-        np.testing.assert_array_equal(new, want)
-    assert loop.extend(2, 4, 1) == []  # others go on
-    stale = loop.requests.batch((1, 5, []))
-    assert loop.step(stale) == sorted(entry for slot in freed for entry in at(EVERY_PHASE, slot, UNWRITTEN))
-
-
-def test_released_slots_are_free_for_others():
-    loop = Loop()
-    assert loop.extend(1, 0, 5) == []
-    loop.state = loop.canary.release(loop.state, loop.requests.table[1, :5].astype(np.int64), loop.pool)
-    loop.requests.table[2, :5] = loop.requests.table[1, :5][::-1]
-    assert loop.step(loop.requests.batch((2, 0, tokens_of(2, 0, 5)))) == []
-    assert loop.extend(2, 5, 1) == []
 
 
 # Sweeps.
