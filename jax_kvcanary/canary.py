@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_kvcanary._checks import ArrayLike, check_enum, check_int, check_type
+from jax_kvcanary._checks import ArrayLike, check_enum, check_int, check_type, index_array
 from jax_kvcanary._ffi import CUDA_MISSING
 from jax_kvcanary._launch import BatchRows
 from jax_kvcanary.batch import ForwardBatch
