@@ -83,7 +83,8 @@ def _expected_and_found(violation: Violation) -> tuple[str, str]:
     if OUT_OF_RANGE in reasons:
         if v.slot_idx == -1:
             return f"entries below {v.expected_aux}, the number of tokens", "a row of the write plan that reaches outside"
-        return f"an index from 0 to {v.expected_aux - 1}", f"{v.slot_idx}, for token {v.stored_token} at position {v.position}"
+        where = f"for position {v.position}" if v.position >= 0 else "among slots that were released or that records were moved to"
+        return f"an index from 0 to {v.expected_aux - 1}", f"{v.slot_idx}, {where}"
     if reasons & (WRITE_TOKEN | WRITE_POSITION):
         position = v.expected_aux - (1 << 64) if v.expected_aux >> 63 else v.expected_aux
         return f"token {v.expected_token} at position {position}", f"token {v.stored_token} at position {v.position}"

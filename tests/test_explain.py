@@ -81,7 +81,9 @@ def test_what_a_write_found(reasons, cause):
 
 def test_an_index_that_does_not_exist():
     finding = violation(RANGE, slot=99, stored=-1, chain_hash=0, aux=67)
-    assert lines_of(finding) == {"expected": "an index from 0 to 66", "found": "99, for token -1 at position 3", "usual cause": NO_INDEX}
+    assert lines_of(finding) == {"expected": "an index from 0 to 66", "found": "99, for position 3", "usual cause": NO_INDEX}
+    released = violation(RANGE, slot=99, position=-1, stored=-1, chain_hash=0, aux=67)
+    assert lines_of(released)["found"] == "99, among slots that were released or that records were moved to"
     cut = violation(RANGE, slot=-1, position=-1, stored=-1, chain_hash=0, aux=5)
     assert lines_of(cut) == {
         "expected": "entries below 5, the number of tokens",
