@@ -56,8 +56,8 @@ class BatchRows:
 
     @classmethod
     def none(cls) -> BatchRows:
-        """No rows: findings belong to the launch as a whole."""
-        return cls(jnp.zeros((0,), jnp.int32), jnp.zeros((0,), jnp.int32))
+        """One row that is no request's, for findings that belong to the launch as a whole. Handlers do not take empty arrays."""
+        return cls(jnp.full((1,), -1, jnp.int32), jnp.zeros((1,), jnp.int32))
 
 
 def call(
@@ -66,12 +66,12 @@ def call(
     endpoints: Sequence[Endpoint],
     mode: RealKvHashMode,
     state: CanaryDeviceState,
-    rows: BatchRows,
+    rows: BatchRows | None,
     *,
     scratch_words: int | None = None,
     writes: bool = False,
     **attributes: Any,
-) -> tuple[list[jax.Array], CanaryDeviceState, BatchRows]:
+) -> tuple[list[jax.Array], CanaryDeviceState, BatchRows | None]:
     """One custom call over a list of endpoints.
 
     Args:
@@ -80,7 +80,7 @@ def call(
         endpoints: checked endpoints, at most MAX_ENDPOINTS.
         mode: how much of the real KV is hashed.
         state: the canary's state; its log and counters are aliased to the results.
-        rows: the batch's rows; their flags are aliased to a result.
+        rows: the batch's rows, at least one; their flags are aliased to a result. None does not attribute findings.
         scratch_words: uint32 words of scratch memory, or None for an operation without.
         writes: whether the canary buffers are results too, aliased to their operands.
         **attributes: the operation's own attributes.
@@ -90,8 +90,9 @@ def call(
     """
     if not 1 <= len(endpoints) <= MAX_ENDPOINTS:
         raise ValueError(f"`endpoints` has {len(endpoints)} endpoints, but one launch takes between 1 and {MAX_ENDPOINTS}.")
-    log = [*_log_arrays(state), rows.flags]
-    operands = [*operands, rows.requests]
+    marked = BatchRows.none() if rows is None else rows
+    log = [*_log_arrays(state), marked.flags]
+    operands = [*operands, marked.requests]
     buffers = [endpoint.canary_buf for endpoint in endpoints]
     sources = [source for endpoint in endpoints for source in endpoint.sources]
     arrays = [*operands, *log, *buffers, *(on_device(source.array) for source in sources)]
@@ -117,7 +118,7 @@ def call(
         **attributes,
     )
     *log_results, flags = out[: len(log)]
-    rows = dataclasses.replace(rows, flags=flags)
+    rows = None if rows is None else dataclasses.replace(rows, flags=flags)
     return list(out[len(out) - len(buffers) :]) if writes else [], _with_log_arrays(state, log_results), rows
 
 

@@ -86,7 +86,7 @@ class Canary:
             slots.append(translate_slots(batch.out_cache_loc, lut))
             group, device_state, rows = self._verify_and_write("head", group, plans[-1], slots[-1], batch, device_state, rows, pool)
             groups.append(group)
-        return CanaryState(tuple(groups), device_state), CanaryStep(tuple(plans), tuple(slots), rows.flags)
+        return CanaryState(tuple(groups), device_state), CanaryStep(tuple(plans), tuple(slots), None if rows is None else rows.flags)
 
     def post_forward(self, state: CanaryState, step: CanaryStep, batch: ForwardBatch, pool: Any) -> tuple[CanaryState, CanaryReport]:
         """Verify the TAIL buffers with the real KV and write them. Call it after the model's forward.
@@ -113,7 +113,9 @@ class Canary:
             group, device_state, rows = self._verify_and_write("tail", group, group_plan, slots, batch, device_state, rows, pool)
             groups.append(group)
         # All groups plan the same rows, so the first one's count of invalid ones stands for all.
-        return CanaryState(tuple(groups), device_state), CanaryReport.of(device_state, step.plans[0].num_invalid_rows, rows.flags)
+        return CanaryState(tuple(groups), device_state), CanaryReport.of(
+            device_state, step.plans[0].num_invalid_rows, None if rows is None else rows.flags
+        )
 
     def sweep(
         self, state: CanaryState, verify_plan: VerifyPlan, pool: Any, *, kind: PoolKind = PoolKind.FULL
@@ -272,11 +274,13 @@ class Canary:
                     f"{'None' if given else 'an array'} when `enable_write_input_assert` is {'off' if given else 'on'}."
                 )
 
-    def _rows(self, batch: ForwardBatch, flags: ArrayLike | None = None) -> BatchRows:
-        """The rows of the batch, with nothing found so far unless told."""
+    def _rows(self, batch: ForwardBatch, flags: ArrayLike | None = None) -> BatchRows | None:
+        """The rows of the batch, with nothing found so far unless told; None for a batch without rows."""
         requests = index_array(
             batch.plan_input.req_pool_indices, "batch.plan_input.req_pool_indices", (None,), "one request row for each row of the batch"
         )
+        if not requests.shape[0]:
+            return None
         return BatchRows(requests, jnp.zeros_like(requests) if flags is None else flags)
 
     def _plan(self, group: CanaryBufferGroup, batch: ForwardBatch, device_state: CanaryDeviceState, lut: ArrayLike | None) -> Plan:
@@ -302,9 +306,9 @@ class Canary:
         slots: ArrayLike,
         batch: ForwardBatch,
         device_state: CanaryDeviceState,
-        rows: BatchRows,
+        rows: BatchRows | None,
         pool: Any,
-    ) -> tuple[CanaryBufferGroup, CanaryDeviceState, BatchRows]:
+    ) -> tuple[CanaryBufferGroup, CanaryDeviceState, BatchRows | None]:
         """One phase of one group: a verify call and a write call, each over K and V."""
         mode = self.config.real_kv_hash_mode if phase == "tail" else RealKvHashMode.NONE
         endpoints = group.endpoints(phase, pool)

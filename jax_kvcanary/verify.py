@@ -61,7 +61,7 @@ def verify_launch(
     mode: RealKvHashMode,
     check_expected_token: bool,
     rows: BatchRows | None = None,
-) -> tuple[CanaryDeviceState, BatchRows]:
+) -> tuple[CanaryDeviceState, BatchRows | None]:
     """Verify one plan against several canary buffers in one custom call.
 
     Findings are attributed to ``rows`` where the plan says which entries belong to which.
@@ -69,22 +69,22 @@ def verify_launch(
     mode = check_enum(mode, "real_kv_hash_mode", RealKvHashMode)
     check_flag(check_expected_token, "check_expected_token")
     operands = _plan_operands(plan)
-    unknown = BatchRows.none()
-    rows = unknown if rows is None else rows
-    attributed = unknown if plan.row_offsets is None else rows
-    bs = attributed.requests.shape[0]
-    row_offsets = plan.row_offsets if bs else jnp.zeros((1,), jnp.int32)
-    operands.append(index_array(row_offsets, "plan.row_offsets", (bs + 1,), f"a batch of {bs} rows"))
+    known = None if rows is None or plan.row_offsets is None else rows
+    if known is None:
+        operands.append(jnp.zeros((2,), jnp.int32))
+    else:
+        bs = known.requests.shape[0]
+        operands.append(index_array(plan.row_offsets, "plan.row_offsets", (bs + 1,), f"a batch of {bs} rows"))
     _, state, marked = _launch.call(
         VERIFY_TARGET,
         operands,
         [endpoint.checked(mode) for endpoint in endpoints],
         mode,
         check_device_state(device_state),
-        attributed,
+        known,
         check_expected_token=check_expected_token,
     )
-    return state, rows if plan.row_offsets is None else marked
+    return state, rows if known is None else marked
 
 
 def _plan_operands(plan: VerifyPlan) -> list[ArrayLike]:

@@ -88,7 +88,7 @@ def write_launch(
     expected_input_positions: ArrayLike | None = None,
     parents: ArrayLike | None = None,
     rows: BatchRows | None = None,
-) -> tuple[list[jax.Array], CanaryDeviceState, BatchRows]:
+) -> tuple[list[jax.Array], CanaryDeviceState, BatchRows | None]:
     """Write one step's records into several canary buffers in one custom call; findings are attributed to ``rows``."""
     mode = check_enum(mode, "real_kv_hash_mode", RealKvHashMode)
     plan_operands = _plan_operands(plan)
@@ -121,7 +121,7 @@ def write_launch(
         [endpoint.checked(mode) for endpoint in endpoints],
         mode,
         state,
-        BatchRows.none() if rows is None else rows,
+        rows,
         scratch_words=len(endpoints) * links * _LINK_WORDS,
         writes=True,
         check_input=check_input,

@@ -156,6 +156,17 @@ def test_a_sweep_flags_no_row():
     assert np.asarray(report.violation_request_rows)[:3].tolist() == [-1, -1, -1]
 
 
+def test_a_batch_without_rows():
+    pool = make_pool(MHATokenToKVPool)
+    canary, state = install(pool)
+    none = int32([])
+    batch = kvc.ForwardBatch(none, none, none, kvc.PlanInput(none, none, none), np.zeros((3, 5), np.int32))
+    step = jax.jit(canary.wrap(lambda _, pool: (None, pool)))
+    for _ in range(2):
+        state, report, _, pool = step(state, batch, pool)
+    assert (report.row_flags.shape, report.row_flags.dtype) == ((0,), np.int32)
+
+
 def test_flags_in_a_scan():
     pool = make_pool(MHATokenToKVPool)
     canary, state = install(pool)
