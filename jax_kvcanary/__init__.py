@@ -24,7 +24,7 @@ from jax_kvcanary.constants import (
 )
 from jax_kvcanary.monitor import CanaryMonitor
 from jax_kvcanary.plan import Plan, PlanInput, VerifyPlan, WritePlan, plan
-from jax_kvcanary.pools import attach_canary_buffers, register_pool_attacher
+from jax_kvcanary.pools import attach_canary_buffers, make_packed_source, make_row_source, register_pool_attacher
 from jax_kvcanary.reference import mix3, splitmix64
 from jax_kvcanary.report import CanaryReport
 from jax_kvcanary.sources import RealKvSource, SourceSpec
@@ -70,6 +70,8 @@ __all__ = [
     "attach_canary_buffers",
     "fresh_records",
     "install_canary",
+    "make_packed_source",
+    "make_row_source",
     "mix3",
     "plan",
     "pools",
