@@ -24,7 +24,7 @@ def scale_bytes(blocks: jax.Array, *, largest: float) -> jax.Array:
     """
     mantissa, exponent = jnp.frexp(jnp.abs(blocks).max(axis=-1))  # exact, where a logarithm would round
     limit_mantissa, limit_exponent = math.frexp(largest)
-    exponent = exponent - limit_exponent + (mantissa > limit_mantissa)
+    exponent = jnp.where(mantissa == 0, -_BIAS, exponent - limit_exponent + (mantissa > limit_mantissa))
     return (jnp.clip(exponent, -_BIAS, _BIAS) + _BIAS).astype(jnp.uint8)
 
 
