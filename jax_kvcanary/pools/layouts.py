@@ -102,6 +102,9 @@ def make_row_source(
     Returns:
         A description that fits the pool.
 
+    Danger:
+        A layer's source ends where the array ends: give its canary buffers as many slots as the layer has, no more.
+
     Raises:
         ValueError: no such path or layer, an array of another rank, a part outside the token, or bytes that are no 8-byte words.
         TypeError: a number is not an int. NotImplementedError: elements smaller than a byte.

@@ -31,7 +31,8 @@ class SWAKVPool:
     """Full-attention layers in one pool, sliding-window layers in a smaller one.
 
     A token has a slot of the full pool, and one of the SWA pool while it is in the window. Everything outside this class names tokens by
-    their full-pool slot.
+    their full-pool slot. Whoever frees an SWA slot clears its entry in the table too: a stale one is a finding where it is the
+    predecessor of the window's first position.
 
     Fields:
         full_kv_pool: reference pool of the full-attention layers.
