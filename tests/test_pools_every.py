@@ -42,14 +42,15 @@ def filled(case):
 # Writes.
 
 
+@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
 @every_case
-def test_a_donated_write_stores_what_numpy_says(case):
-    pool = case.make()
+def test_a_donated_write_stores_what_numpy_says(case, x64):
     num_slots = max(sub.num_slots for sub in case.subs)
     slots = np.array([13, -1, 2, num_slots, 66, -num_slots, 2**31 - 1, 7, -(2**31), 41], np.int32)
     inside = (slots >= 0) & (slots < num_slots)
     base = np.arange(100, 100 + len(slots), dtype=np.int32)
-    written = jax.jit(case.write, donate_argnums=0)(pool, slots, base)
+    with jax.enable_x64(x64):
+        written = jax.jit(case.write, donate_argnums=0)(case.make(), slots, base)
     assert jax.tree.structure(written) == jax.tree.structure(case.make())
     for sub in case.subs:
         for index, layer in enumerate(sub.layers):

@@ -8,15 +8,17 @@ import math
 import jax
 import jax.numpy as jnp
 
-#: An e8m0 byte b stands for 2^(b - 127); 255 would be no number.
-_BIAS = 127
+#: An e8m0 byte b stands for 2^(b - 127). Scales keep to exponents whose powers, and their inverses, are normal in float32.
+_BIAS, _MAX_EXPONENT = 127, 126
+
+_FLOAT32_MANTISSA_BITS = 23
 
 #: Magnitudes of the e2m1 codes 0 to 7; bit 3 is the sign.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def scale_bytes(blocks: jax.Array, *, largest: float) -> jax.Array:
-    """For each block, uint8 [...], the smallest power of two that brings its elements to ``largest`` or below.
+    """For each block, uint8 [...], the smallest power of two, from 2^-126 on, that brings its elements to ``largest`` or below.
 
     Args:
         blocks: float32 [..., elements], finite.
@@ -24,18 +26,23 @@ def scale_bytes(blocks: jax.Array, *, largest: float) -> jax.Array:
     """
     mantissa, exponent = jnp.frexp(jnp.abs(blocks).max(axis=-1))  # exact, where a logarithm would round
     limit_mantissa, limit_exponent = math.frexp(largest)
-    exponent = jnp.where(mantissa == 0, -_BIAS, exponent - limit_exponent + (mantissa > limit_mantissa))
-    return (jnp.clip(exponent, -_BIAS, _BIAS) + _BIAS).astype(jnp.uint8)
+    exponent = jnp.where(mantissa == 0, -_MAX_EXPONENT, exponent - limit_exponent + (mantissa > limit_mantissa))
+    return (jnp.clip(exponent, -_MAX_EXPONENT, _MAX_EXPONENT) + _BIAS).astype(jnp.uint8)
 
 
 def scaled(blocks: jax.Array, scales: jax.Array) -> jax.Array:
     """Blocks, float32 [..., elements], over their scales, uint8 [...]."""
-    return jnp.ldexp(blocks, _BIAS - scales.astype(jnp.int32)[..., None])
+    return blocks * _power_of_two(_BIAS - scales.astype(jnp.int32))[..., None]
 
 
 def unscaled(blocks: jax.Array, scales: jax.Array) -> jax.Array:
     """Blocks, float32 [..., elements], times their scales, uint8 [...]."""
-    return jnp.ldexp(blocks, scales.astype(jnp.int32)[..., None] - _BIAS)
+    return blocks * _power_of_two(scales.astype(jnp.int32) - _BIAS)[..., None]
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """2^exponent, float32, put together from its bits: a device's ``pow`` need not be exact."""
+    return jax.lax.bitcast_convert_type((exponent + _BIAS) << _FLOAT32_MANTISSA_BITS, jnp.float32)
 
 
 def encode_e2m1(values: jax.Array) -> jax.Array:

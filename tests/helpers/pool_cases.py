@@ -87,7 +87,7 @@ def quantised_fp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Packed bytes and scales of values [tokens, ...], by trying every scale and every code."""
     blocks = values.reshape(len(values), -1, 16).astype(np.float64)
     scales = np.zeros(blocks.shape[:2], np.uint8)
-    for exponent in range(-127, 128)[::-1]:
+    for exponent in range(-126, 127)[::-1]:
         fits = np.abs(blocks).max(-1) <= 6 * 2.0**exponent
         scales[fits] = exponent + 127
     in_scale = blocks / 2.0 ** (scales[..., None].astype(int) - 127.0)
