@@ -27,7 +27,7 @@ from jax_kvcanary.health import CanaryHealthError
 from jax_kvcanary.monitor import CanaryMonitor
 from jax_kvcanary.oracle import TokenOracle
 from jax_kvcanary.plan import Plan, PlanInput, VerifyPlan, WritePlan, plan
-from jax_kvcanary.pools import attach_canary_buffers, register_pool_attacher
+from jax_kvcanary.pools import attach_canary_buffers, make_packed_source, make_row_source, register_pool_attacher
 from jax_kvcanary.records import CanaryRecords, GroupRecords, extract_records, insert_records
 from jax_kvcanary.reference import mix3, splitmix64
 from jax_kvcanary.report import CanaryReport
@@ -87,6 +87,8 @@ __all__ = [
     "fresh_records",
     "insert_records",
     "install_canary",
+    "make_packed_source",
+    "make_row_source",
     "mix3",
     "plan",
     "pools",

@@ -75,12 +75,12 @@ class RealKvSource:
 
     def __post_init__(self) -> None:
         check_int(self.page_size, "page_size", 1, 2**31 - 1)
-        _check_bytes(self.num_bytes_per_token, "num_bytes_per_token", low=8)
-        _check_bytes(self.read_bytes, "read_bytes", low=8)
-        _check_bytes(self.byte_offset, "byte_offset", low=0)
+        check_bytes(self.num_bytes_per_token, "num_bytes_per_token", low=8)
+        check_bytes(self.read_bytes, "read_bytes", low=8)
+        check_bytes(self.byte_offset, "byte_offset", low=0)
         for name in ("row_stride_bytes", "token_stride_bytes"):
             if getattr(self, name) is not None:
-                _check_bytes(getattr(self, name), name, low=8)
+                check_bytes(getattr(self, name), name, low=8)
         if self.read_bytes > self.num_bytes_per_token:
             raise ValueError(
                 f"`read_bytes` is {self.read_bytes}, but a slot has `num_bytes_per_token` = {self.num_bytes_per_token} bytes to read."
@@ -96,7 +96,7 @@ class RealKvSource:
         if not self.array.shape:
             raise ValueError("`array` is a scalar, but a source needs at least one axis.")
         if self.row_stride_bytes is None:
-            _check_bytes(self.row_stride, "row_stride_bytes", low=8)
+            check_bytes(self.row_stride, "row_stride_bytes", low=8)
         if self.num_slots < 1:
             raise ValueError(
                 f"`array` has {self.num_bytes} bytes, but slot 0 needs the bytes from {self.byte_offset} to "
@@ -212,7 +212,8 @@ def item_bytes(dtype: Any) -> int:
     return dtype.itemsize
 
 
-def _check_bytes(value: Any, name: str, low: int) -> None:
+def check_bytes(value: Any, name: str, low: int) -> None:
+    """Raise unless the value is a byte count of whole hashed words, at least ``low``."""
     check_int(value, name, low, _MAX_BYTES)
     if value % 8:
         raise ValueError(f"`{name}` is {value}, but byte counts must be multiples of 8, the width of one hashed word.")

@@ -16,7 +16,14 @@ import numpy as np
 import pytest
 
 import jax_kvcanary as kvc
-from jax_kvcanary.pools import FusedMHATokenToKVPool, MHATokenToKVPool
+from jax_kvcanary.pools import (
+    DeepSeekV4TokenToKVPool,
+    FusedMHATokenToKVPool,
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MLATokenToKVPool,
+    SWAKVPool,
+)
 
 # float32: the CPU's scatter converts whole bfloat16 arrays, with a canary and without.
 NUM_SLOTS, LAYERS, HEADS, HEAD_DIM = 1021, 2, 2, 8
@@ -44,7 +51,7 @@ WORD_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f16": 2, "bf16": 2, "s32": 4, "u32":
 @partial(jax.tree_util.register_dataclass, data_fields=("kv",), meta_fields=())
 @dataclass(frozen=True)
 class StackedPool:
-    """One array [layers, slots, 2, heads, head_dim] for all layers, K and V side by side."""
+    """A pool of somebody's own: one array [layers, slots, 2, heads, head_dim] for all layers, K and V side by side."""
 
     kv: Any
 
@@ -57,26 +64,58 @@ class StackedPool:
 
 
 def attach_stacked(pool, config, *, kv_token_id_vs_position_offset=0):  # noqa: ARG001 - attachers are called with it
-    layers, num_slots, _, heads, head_dim = pool.kv.shape
-    token = heads * head_dim * pool.kv.dtype.itemsize
+    half_bytes = HEADS * HEAD_DIM * 4
 
     def sources(half):
-        return tuple(
-            kvc.SourceSpec(
-                path=("kv",),
-                num_bytes_per_token=token,
-                read_bytes=token,
-                byte_offset=(layer % layers * num_slots * 2 + half) * token,
-                row_stride_bytes=2 * token,
-            )
-            for layer in config.real_kv_layers
-        )
+        part = {"byte_offset": half * half_bytes, "num_bytes_per_token": half_bytes}
+        return tuple(kvc.make_row_source(pool, ("kv",), token_rank=3, layer=layer, **part) for layer in config.real_kv_layers)
 
-    buffers = {name: kvc.fresh_records(num_slots) for name in ("k_head", "k_tail", "v_head", "v_tail")}
+    buffers = {name: kvc.fresh_records(NUM_SLOTS) for name in ("k_head", "k_tail", "v_head", "v_tail")}
     return (kvc.CanaryBufferGroup(kind=kvc.PoolKind.FULL, real_kv_sources_k=sources(0), real_kv_sources_v=sources(1), **buffers),)
 
 
-POOLS = (MHATokenToKVPool, FusedMHATokenToKVPool, StackedPool)
+@dataclass(frozen=True)
+class Layout:
+    """A pool to be stepped: how it is allocated, and the shapes of what its ``write`` takes for each token."""
+
+    allocate: Any
+    values: tuple[tuple[int, ...], ...] = ((HEADS, HEAD_DIM),) * 2
+    dtype: Any = jnp.float32
+
+
+SIZES = {"num_slots": NUM_SLOTS, "num_layers": LAYERS}
+HEAD_SIZES = {"num_kv_heads": HEADS, "head_dim": HEAD_DIM, "dtype": jnp.float32}
+MHA, FUSED = (partial(pool_class.allocate, **SIZES, **HEAD_SIZES) for pool_class in (MHATokenToKVPool, FusedMHATokenToKVPool))
+SWA_SIZES = {"num_slots": NUM_SLOTS, "swa_num_slots": NUM_SLOTS, "num_layers": LAYERS, "swa_layers": (1,)}
+
+
+def mapped(allocate):
+    """A pool with a table that gives each full-pool slot the SWA slot of its number."""
+    return allocate().map_slots(np.arange(NUM_SLOTS), np.arange(NUM_SLOTS))
+
+
+LAYOUTS = {
+    "mha": Layout(MHA),
+    "mha pages": Layout(partial(MHA, num_slots=NUM_SLOTS + 3, page_size=16)),
+    "mha stacked": Layout(partial(MHA, stacked=True)),
+    "mha stacked pages": Layout(partial(MHA, num_slots=NUM_SLOTS + 3, page_size=16, stacked=True)),
+    "fused": Layout(FUSED),
+    "fused stacked": Layout(partial(FUSED, stacked=True)),
+    "fused packed": Layout(partial(FUSED, num_slots=NUM_SLOTS + 3, page_size=16, packing=2)),
+    "own stacked": Layout(partial(StackedPool.allocate, **SIZES, **HEAD_SIZES)),
+    # Scales, a byte for 16 elements, are as large as a canary buffer too.
+    "fp4": Layout(partial(MHATokenToKVPoolFP4.allocate, **SIZES, num_kv_heads=2, head_dim=256), ((2, 256),) * 2),
+    "mla": Layout(partial(MLATokenToKVPool.allocate, **SIZES, kv_lora_rank=13, qk_rope_head_dim=7, dtype=jnp.float32), ((13,), (7,))),
+    "swa": Layout(partial(mapped, partial(SWAKVPool.allocate, **SWA_SIZES, **HEAD_SIZES))),
+    "deepseek v4": Layout(
+        partial(
+            mapped,
+            partial(DeepSeekV4TokenToKVPool.allocate, **{**SIZES, "num_slots": NUM_SLOTS + 3}, full_num_slots=NUM_SLOTS, page_size=16),
+        ),
+        ((584,),),
+        jnp.uint8,
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -86,14 +125,12 @@ def _stacked_attacher(monkeypatch):
     monkeypatch.setattr(attach, "_ATTACHERS", {**attach._ATTACHERS, StackedPool: attach_stacked})
 
 
-def make_pool(pool_class):
-    return pool_class.allocate(num_slots=NUM_SLOTS, num_layers=LAYERS, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype=jnp.float32)
-
-
-def install(pool_class, config=CONFIG):
-    pool = make_pool(pool_class)
+def install(name, config=CONFIG):
+    """Canary, state, pool, and a forward for the pool."""
+    layout = LAYOUTS[name]
+    pool = layout.allocate()
     canary, state = kvc.install_canary(pool, config, capacities=CAPACITIES)
-    return canary, state, pool
+    return canary, state, pool, partial(forward, layout)
 
 
 def make_batch():
@@ -107,18 +144,20 @@ def make_batch():
     )
 
 
-def forward(batch, pool):
-    k = jnp.broadcast_to((batch.input_ids * 3 + batch.positions)[:, None, None], (TOKENS, HEADS, HEAD_DIM)).astype(jnp.float32)
+def forward(layout, batch, pool):
+    base = batch.input_ids * 3 + batch.positions
     for layer in range(LAYERS):
-        pool = pool.write(layer, batch.out_cache_loc, k + layer, k * 2)
-    return k.sum(), pool
+        values = [(base + layer + n).reshape(-1, *[1] * len(shape)) for n, shape in enumerate(layout.values)]
+        kv = [jnp.broadcast_to(value, (TOKENS, *shape)).astype(layout.dtype) for value, shape in zip(values, layout.values, strict=True)]
+        pool = pool.write(layer, batch.out_cache_loc, *kv)
+    return base.sum(), pool
 
 
-def one_step(canary, state, batch, pool):
+def one_step(canary, forward, state, batch, pool):
     return canary.wrap(forward)(state, batch, pool)
 
 
-def scanned_steps(canary, state, batch, pool):
+def scanned_steps(canary, forward, state, batch, pool):
     def body(carry, _):
         state, report, out, pool = canary.wrap(forward)(carry[0], batch, carry[1])
         return (state, pool), (report.summary, out)
@@ -153,18 +192,19 @@ def custom_calls(text):
 
 
 @pytest.mark.parametrize("run", [one_step, scanned_steps])
-@pytest.mark.parametrize("pool_class", POOLS)
-def test_a_donated_step_copies_nothing(pool_class, run):
-    canary, state, pool = install(pool_class)
-    text = compiled_text(partial(run, canary), state, make_batch(), pool, donate=(0, 2))
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_donated_step_copies_nothing(name, run):
+    canary, state, pool, forward = install(name)
+    text = compiled_text(partial(run, canary, forward), state, make_batch(), pool, donate=(0, 2))
     assert large_copies(text) == []
-    assert custom_calls(text) == [2, 2]  # a phase each, K and V shared, also in the body of a scan
+    groups = len(state.groups)
+    assert custom_calls(text) == [2 * groups, 2 * groups]  # a phase each, K and V shared, also in the body of a scan
 
 
 def test_copies_would_be_seen():
     """A step whose state and pool have to survive shows copies of both."""
-    canary, state, pool = install(MHATokenToKVPool)
-    kept = "\n".join(large_copies(compiled_text(partial(one_step, canary), state, make_batch(), pool)))
+    canary, state, pool, forward = install("mha")
+    kept = "\n".join(large_copies(compiled_text(partial(one_step, canary, forward), state, make_batch(), pool)))
     assert f"u8[{NUM_SLOTS},32]" in kept
     assert f"f32[{NUM_SLOTS},{HEADS},{HEAD_DIM}]" in kept
 
@@ -187,7 +227,7 @@ def test_the_reading_of_instructions(line, large):
 
 
 def test_no_custom_call_without_a_canary():
-    canary, state, pool = install(MHATokenToKVPool, kvc.CanaryConfig("none"))
+    canary, state, pool, forward = install("mha", kvc.CanaryConfig("none"))
     assert (canary, state) == (None, None)
     assert custom_calls(compiled_text(forward, make_batch(), pool, donate=1)) == [0, 0]
 
@@ -195,7 +235,7 @@ def test_no_custom_call_without_a_canary():
 @pytest.mark.parametrize("v_half", [True, False])
 def test_custom_calls_of_each_piece(v_half):
     config = kvc.CanaryConfig("log", enable_v_half=v_half)
-    canary, state, pool = install(MHATokenToKVPool, config)
+    canary, state, pool, _ = install("mha", config)
     batch = make_batch()
     state_after, step = jax.eval_shape(canary.pre_forward, state, batch, pool)
     plan = step.plans[0].verify
@@ -219,7 +259,7 @@ def test_a_sweep_interval_adds_nothing_to_a_step():
 
 
 def test_custom_calls_of_the_operations():
-    _, state, _ = install(MHATokenToKVPool)
+    _, state, _, _ = install("mha")
     batch = make_batch()
 
     def step(buf, device_state):
@@ -250,10 +290,10 @@ def pointers(tree):
 
 
 @pytest.mark.parametrize("run", [one_step, scanned_steps])
-@pytest.mark.parametrize("pool_class", POOLS)
-def test_donated_arrays_stay_where_they_are(pool_class, run):
-    canary, state, pool = install(pool_class)
-    step = jax.jit(partial(run, canary), donate_argnums=(0, 2))
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_donated_arrays_stay_where_they_are(name, run):
+    canary, state, pool, forward = install(name)
+    step = jax.jit(partial(run, canary, forward), donate_argnums=(0, 2))
     batch = make_batch()
     before = pointers((state.groups, pool))
     for _ in range(3):
@@ -261,7 +301,8 @@ def test_donated_arrays_stay_where_they_are(pool_class, run):
         state, pool = out[0] if run is scanned_steps else (out[0], out[3])
         assert pointers((state.groups, pool)) == before
     kernel_runs = kvc.to_int64(state.device_state.kernel_run_counters)
-    assert kernel_runs[0] == 6 * (STEPS if run is scanned_steps else 1)
+    tag = kvc.CanaryLaunchTag[f"HEAD_K_{state.groups[0].kind.name}"]
+    assert kernel_runs[tag] == 6 * (STEPS if run is scanned_steps else 1)
 
 
 def test_a_donated_sweep_stays_where_it_is():
@@ -279,7 +320,7 @@ def test_a_donated_sweep_stays_where_it_is():
 
 
 def test_a_donated_release_stays_where_it_is():
-    canary, state, pool = install(MHATokenToKVPool)
+    canary, state, pool, _ = install("mha")
     release = jax.jit(canary.release, donate_argnums=0)
     text = release.lower(state, jnp.arange(5), pool).compile().as_text()
     assert large_copies(text) == []

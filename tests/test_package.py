@@ -45,6 +45,8 @@ PUBLIC = [
     "to_int64",
     "attach_canary_buffers",
     "register_pool_attacher",
+    "make_row_source",
+    "make_packed_source",
     "install_canary",
     "Canary",
     "CanaryState",

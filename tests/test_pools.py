@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -301,17 +300,6 @@ def test_kv_bytes_that_are_no_words():
         assert attach(make_pool(pool_class, head_dim=3), real_kv_hash_mode=0).has_v_half
 
 
-@pytest.mark.parametrize("axes", [2, 5])
-def test_arrays_of_another_rank(axes):
-    array = jnp.zeros((3,) * axes)
-    with pytest.raises(ValueError, match=r"^`pool` has") as caught:
-        attach(FusedMHATokenToKVPool((array,)))
-    shape = [3] * axes
-    assert str(caught.value) == (
-        f"`pool` has a KV array of shape {shape}, but it must have 3 axes, slots first, or 4, pages and page size first."
-    )
-
-
 @pytest.mark.parametrize("pool_class", POOLS)
 @pytest.mark.parametrize("offset", [1, -3])
 def test_token_offset_reaches_the_groups(pool_class, offset):
@@ -319,108 +307,3 @@ def test_token_offset_reaches_the_groups(pool_class, offset):
     (group,) = kvc.attach_canary_buffers(pool, config(), kv_token_id_vs_position_offset=offset)
     _, state = kvc.install_canary(pool, config(), capacities=CAPACITIES, kv_token_id_vs_position_offset=offset)
     assert group.kv_token_id_vs_position_offset == state.groups[0].kv_token_id_vs_position_offset == offset
-
-
-# Attachers by class and by name.
-
-
-@pytest.fixture
-def attachers(monkeypatch):
-    """A registry whose changes end with the test."""
-    from jax_kvcanary.pools import attach as module
-
-    monkeypatch.setattr(module, "_ATTACHERS", dict(module._ATTACHERS))
-
-
-class UnknownPool:
-    """A class that no attacher knows."""
-
-
-def unknown_class_text(*more):
-    known = sorted(
-        [
-            "jax_kvcanary.pools.fused.FusedMHATokenToKVPool",
-            "jax_kvcanary.pools.mha.MHATokenToKVPool",
-            "sgl_jax.srt.mem_cache.memory_pool.MHATokenToKVPool",
-            *more,
-        ]
-    )
-    return (
-        f"`pool` is of class {__name__}.UnknownPool, which has no canary attacher; supported are {', '.join(known)}, and "
-        "register_pool_attacher adds others."
-    )
-
-
-def test_unknown_class(monkeypatch):
-    from jax_kvcanary.pools import attach as module
-
-    def is_built_in(key):  # other tests' classes may be registered too
-        return isinstance(key, str) or key.__module__.startswith("jax_kvcanary")
-
-    built_in = {key: value for key, value in module._ATTACHERS.items() if is_built_in(key)}
-    monkeypatch.setattr(module, "_ATTACHERS", built_in)
-    with pytest.raises(NotImplementedError) as caught:
-        kvc.attach_canary_buffers(UnknownPool(), config())
-    assert str(caught.value) == unknown_class_text()
-    kvc.register_pool_attacher("engine.memory.Pool", lambda *_, **__: ())
-    with pytest.raises(NotImplementedError) as caught:
-        kvc.install_canary(UnknownPool(), config(), capacities=CAPACITIES)
-    assert str(caught.value) == unknown_class_text("engine.memory.Pool")
-
-
-@pytest.mark.usefixtures("attachers")
-def test_subclasses_are_not_meant():
-    class Other(MHATokenToKVPool):
-        pass
-
-    with pytest.raises(NotImplementedError, match="which has no canary attacher"):
-        kvc.attach_canary_buffers(Other((), ()), config())
-
-
-def one_group(calls):
-    """An attacher that notes its arguments."""
-
-    def attacher(pool, settings, *, kv_token_id_vs_position_offset):
-        calls.append((pool, settings, kv_token_id_vs_position_offset))
-        return [kvc.CanaryBufferGroup(kind=kvc.PoolKind.SWA, k_head=kvc.fresh_records(3), k_tail=kvc.fresh_records(3))]
-
-    return attacher
-
-
-@pytest.mark.usefixtures("attachers")
-@pytest.mark.parametrize("key", [UnknownPool, f"{__name__}.UnknownPool"], ids=["class", "name"])
-def test_register(key):
-    pool, settings, calls = UnknownPool(), config(), []
-    kvc.register_pool_attacher(key, one_group(calls))
-    groups = kvc.attach_canary_buffers(pool, settings, kv_token_id_vs_position_offset=7)
-    assert calls == [(pool, settings, 7)]
-    assert isinstance(groups, tuple)
-    assert groups[0].kind is kvc.PoolKind.SWA
-    replaced = []
-    kvc.register_pool_attacher(key, one_group(replaced))
-    kvc.attach_canary_buffers(pool, settings)
-    assert (len(calls), len(replaced)) == (1, 1)
-
-
-@pytest.mark.usefixtures("attachers")
-def test_geometry_of_a_registered_attacher_is_checked():
-    def attacher(pool, settings, *, kv_token_id_vs_position_offset):  # noqa: ARG001
-        spec = kvc.SourceSpec(path=("kv",), num_bytes_per_token=32, read_bytes=32)
-        return (kvc.CanaryBufferGroup(kind=kvc.PoolKind.FULL, k_head=None, k_tail=None, real_kv_sources_k=(spec,)),)
-
-    kvc.register_pool_attacher(UnknownPool, attacher)
-    with pytest.raises(ValueError, match=r"has nothing at \('kv',\): step 'kv' failed on a UnknownPool\.$"):
-        kvc.attach_canary_buffers(UnknownPool(), config())
-
-
-def test_an_engine_class_by_its_name():
-    """The engine's pool is known by its qualified name, without an import of the engine."""
-    engine_class = type(
-        "MHATokenToKVPool",
-        (SimpleNamespace,),
-        {"__module__": "sgl_jax.srt.mem_cache.memory_pool", "__qualname__": "MHATokenToKVPool"},
-    )
-    like = make_pool(FusedMHATokenToKVPool, 5)
-    group, want = attach(engine_class(kv_buffer=list(like.kv_buffer))), attach(like)
-    assert jax.tree.structure(group) == jax.tree.structure(want)
-    assert [leaf.shape for leaf in jax.tree.leaves(group)] == [(NUM_SLOTS, 32)] * 4

@@ -9,18 +9,12 @@ from jax_kvcanary._checks import check_int, check_type
 from jax_kvcanary.buffers import CanaryBufferGroup
 from jax_kvcanary.config import CanaryConfig
 from jax_kvcanary.constants import INT32_MAX
-from jax_kvcanary.pools.fused import FusedMHATokenToKVPool, attach_fused
-from jax_kvcanary.pools.mha import MHATokenToKVPool, attach_mha
 
 #: attacher(pool, config, *, kv_token_id_vs_position_offset) -> the pool's groups.
 PoolAttacher = Callable[..., tuple[CanaryBufferGroup, ...]]
 
-# Classes by their qualified name are engines' own: knowing the name takes no import of the engine.
-_ATTACHERS: dict[type | str, PoolAttacher] = {
-    MHATokenToKVPool: attach_mha,
-    FusedMHATokenToKVPool: attach_fused,
-    "sgl_jax.srt.mem_cache.memory_pool.MHATokenToKVPool": attach_fused,
-}
+# Classes by their qualified name are engines' own: knowing the name takes no import of the engine. The package fills this in.
+_ATTACHERS: dict[type | str, PoolAttacher] = {}
 
 
 def register_pool_attacher(pool_class: type | str, attacher: PoolAttacher) -> None:
@@ -41,6 +35,19 @@ def register_pool_attacher(pool_class: type | str, attacher: PoolAttacher) -> No
     _ATTACHERS[pool_class] = attacher
 
 
+def attacher_of(pool: Any) -> PoolAttacher:
+    """The attacher of a pool's class; NotImplementedError lists those there are."""
+    pool_class = type(pool)
+    name = f"{pool_class.__module__}.{pool_class.__qualname__}"
+    attacher = _ATTACHERS.get(pool_class) or _ATTACHERS.get(name)
+    if attacher is None:
+        known = ", ".join(sorted(key if isinstance(key, str) else f"{key.__module__}.{key.__qualname__}" for key in _ATTACHERS))
+        raise NotImplementedError(
+            f"`pool` is of class {name}, which has no canary attacher; supported are {known}, and register_pool_attacher adds others."
+        )
+    return attacher
+
+
 def attach_canary_buffers(pool: Any, config: CanaryConfig, *, kv_token_id_vs_position_offset: int = 0) -> tuple[CanaryBufferGroup, ...]:
     """Fresh canary buffers for a pool.
 
@@ -58,14 +65,7 @@ def attach_canary_buffers(pool: Any, config: CanaryConfig, *, kv_token_id_vs_pos
     """
     check_type(config, "config", CanaryConfig)
     check_int(kv_token_id_vs_position_offset, "kv_token_id_vs_position_offset", -INT32_MAX, INT32_MAX)
-    pool_class = type(pool)
-    name = f"{pool_class.__module__}.{pool_class.__qualname__}"
-    attacher = _ATTACHERS.get(pool_class) or _ATTACHERS.get(name)
-    if attacher is None:
-        known = ", ".join(sorted(key if isinstance(key, str) else f"{key.__module__}.{key.__qualname__}" for key in _ATTACHERS))
-        raise NotImplementedError(
-            f"`pool` is of class {name}, which has no canary attacher; supported are {known}, and register_pool_attacher adds others."
-        )
+    attacher = attacher_of(pool)
     groups = tuple(attacher(pool, config, kv_token_id_vs_position_offset=kv_token_id_vs_position_offset))
     for group in groups:
         for spec in (*group.real_kv_sources_k, *group.real_kv_sources_v):

@@ -1,4 +1,4 @@
-"""A pool with one K and one V array a layer."""
+"""A pool with K and V apart, one array of each a layer or for all layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ import jax.numpy as jnp
 from jax_kvcanary._checks import ArrayLike
 from jax_kvcanary.buffers import CanaryBufferGroup
 from jax_kvcanary.config import CanaryConfig
-from jax_kvcanary.pools.layers import hashed_layers, mha_group, slots_of, token_bytes
-from jax_kvcanary.sources import SourceSpec
+from jax_kvcanary.pools.layers import (
+    LayerArrays,
+    allocate_layers,
+    full_group,
+    layer_sources,
+    layers_layout,
+    leading_shape,
+    pool_slots,
+    store_tokens,
+    token_values,
+)
 
 _TOKEN_RANK = 2  # kv_heads, head_dim
 
@@ -24,75 +33,78 @@ class MHATokenToKVPool:
     """KV of multi-head or grouped-query attention, K and V apart.
 
     Fields:
-        k_buffer, v_buffer: one array a layer, (slots, kv_heads, head_dim) or (pages, page_size, kv_heads, head_dim). Slot 0, in pages
-            page 0, is for padding.
+        k_buffer, v_buffer: one array a layer, (slots, kv_heads, head_dim) or (pages, page_size, kv_heads, head_dim); or one array for
+            all, with a leading axis of layers. Slot 0, in pages page 0, is for padding.
     """
 
-    k_buffer: tuple[ArrayLike, ...]
-    v_buffer: tuple[ArrayLike, ...]
+    k_buffer: LayerArrays
+    v_buffer: LayerArrays
 
     @classmethod
     def allocate(
-        cls, *, num_slots: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: Any = jnp.bfloat16, page_size: int = 1
+        cls,
+        *,
+        num_slots: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: Any = jnp.bfloat16,
+        page_size: int = 1,
+        stacked: bool = False,
     ) -> MHATokenToKVPool:
-        """Zeroed arrays. ``num_slots`` counts the padding slot and must be a multiple of ``page_size``."""
-        shape = pool_shape(num_slots, page_size, num_kv_heads, head_dim)
-        return cls(*(tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)) for _ in "kv"))
+        """Zeroed arrays.
+
+        Args:
+            num_slots: slots, the padding slot included; a multiple of ``page_size``.
+            num_layers: layers, at least 1.
+            num_kv_heads: heads of K, and of V.
+            head_dim: elements of a head.
+            dtype: of the elements.
+            page_size: slots in one page; 1 is a pool without pages.
+            stacked: one array for all layers.
+        """
+        shape = (*leading_shape(num_slots, page_size), num_kv_heads, head_dim)
+        return cls(*(allocate_layers(num_layers, shape, dtype, stacked=stacked) for _ in "kv"))
 
     @property
     def num_slots(self) -> int:
         """Slots of the pool, the padding slot included."""
-        return slots_of(self.k_buffer[0], _TOKEN_RANK)[0]
+        return layers_layout(self, "k_buffer", _TOKEN_RANK).num_slots
 
     @property
     def page_size(self) -> int:
         """Slots in one page; 1 for a pool without pages."""
-        return slots_of(self.k_buffer[0], _TOKEN_RANK)[1]
+        return layers_layout(self, "k_buffer", _TOKEN_RANK).page_size
 
     def write(self, layer: int, slots: ArrayLike, k: ArrayLike, v: ArrayLike) -> MHATokenToKVPool:
         """The pool with tokens' K and V of one layer stored.
 
         Args:
-            layer: which layer (static).
-            slots: int [tokens]; negative ones and those past the pool are dropped.
+            layer: which layer, negative from the end (static).
+            slots: int32 or int64 [tokens]; negative ones and those past the pool are dropped.
             k: (tokens, kv_heads, head_dim).
             v: (tokens, kv_heads, head_dim).
+
+        Raises:
+            TypeError, ValueError: a wrong dtype, shape or layer.
         """
+        slots = pool_slots(slots)
         stored = {}
-        for name, value in (("k_buffer", k), ("v_buffer", v)):
-            buffers = list(getattr(self, name))
-            buffers[layer] = store_tokens(buffers[layer], slots, value)
-            stored[name] = tuple(buffers)
+        for half, values in (("k", k), ("v", v)):
+            name = f"{half}_buffer"
+            values = token_values(values, half, slots, layers_layout(self, name, _TOKEN_RANK).token_shape)
+            stored[name] = store_tokens(getattr(self, name), layer, slots, values, _TOKEN_RANK)
         return MHATokenToKVPool(**stored)
-
-
-def pool_shape(num_slots: int, page_size: int, heads: int, head_dim: int) -> tuple[int, ...]:
-    """Shape of one layer's array; ValueError where pages do not fit."""
-    if page_size < 1 or num_slots < 1 or num_slots % page_size:
-        raise ValueError(f"`num_slots` is {num_slots}, but it must be a positive multiple of `page_size` = {page_size}.")
-    leading = (num_slots,) if page_size == 1 else (num_slots // page_size, page_size)
-    return (*leading, heads, head_dim)
-
-
-def store_tokens(buffer: ArrayLike, slots: ArrayLike, values: ArrayLike) -> jax.Array:
-    """Scatter tokens into a layer's array in place under donation; slots outside it are dropped, negative ones too."""
-    num_slots, page_size = slots_of(buffer, _TOKEN_RANK)
-    inside = jnp.where(slots < 0, num_slots, slots)  # a negative index would wrap
-    index = (inside,) if page_size == 1 and buffer.ndim == _TOKEN_RANK + 1 else (inside // page_size, inside % page_size)
-    return buffer.at[index].set(values.astype(buffer.dtype), mode="drop")
 
 
 def attach_mha(pool: Any, config: CanaryConfig, *, kv_token_id_vs_position_offset: int) -> tuple[CanaryBufferGroup, ...]:
     """Attacher for pools with ``k_buffer`` and ``v_buffer``: one FULL group."""
-    layers = hashed_layers(config, len(pool.k_buffer))
-    num_slots, page_size = slots_of(pool.k_buffer[0], _TOKEN_RANK)
-
-    def sources(name: str) -> list[SourceSpec]:
-        specs = []
-        for layer in layers:
-            size = token_bytes(getattr(pool, name)[layer], _TOKEN_RANK)
-            specs.append(SourceSpec(path=(name, layer), page_size=page_size, num_bytes_per_token=size, read_bytes=size))
-        return specs
-
-    offset = kv_token_id_vs_position_offset
-    return (mha_group(config, num_slots, sources("k_buffer"), sources("v_buffer"), kv_token_id_vs_position_offset=offset),)
+    sources: dict[str, Any] = {"v": None}
+    slots = {}
+    for half in ("k", "v") if config.enable_v_half else ("k",):
+        name = f"{half}_buffer"
+        slots[half] = layers_layout(pool, name, _TOKEN_RANK).num_slots
+        sources[half] = layer_sources(pool, name, config, token_rank=_TOKEN_RANK)
+    if len(set(slots.values())) > 1:
+        raise ValueError(f"`pool.v_buffer` has {slots['v']} slots, but it must have as many as `pool.k_buffer`, {slots['k']}.")
+    return (full_group(slots["k"], sources["k"], sources["v"], kv_token_id_vs_position_offset=kv_token_id_vs_position_offset),)
