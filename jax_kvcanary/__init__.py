@@ -22,6 +22,7 @@ from jax_kvcanary.constants import (
     PoolKind,
     RealKvHashMode,
 )
+from jax_kvcanary.dump import CanaryDump, DumpedGroup, load_dump
 from jax_kvcanary.monitor import CanaryMonitor
 from jax_kvcanary.plan import Plan, PlanInput, VerifyPlan, WritePlan, plan
 from jax_kvcanary.pools import attach_canary_buffers, register_pool_attacher
@@ -46,6 +47,7 @@ __all__ = [
     "CanaryBufferGroup",
     "CanaryConfig",
     "CanaryDeviceState",
+    "CanaryDump",
     "CanaryLaunchCapacities",
     "CanaryLaunchTag",
     "CanaryMode",
@@ -54,6 +56,7 @@ __all__ = [
     "CanaryState",
     "CanaryStep",
     "CanaryViolationError",
+    "DumpedGroup",
     "FailReason",
     "ForwardBatch",
     "Plan",
@@ -70,6 +73,7 @@ __all__ = [
     "attach_canary_buffers",
     "fresh_records",
     "install_canary",
+    "load_dump",
     "mix3",
     "plan",
     "pools",
