@@ -22,6 +22,7 @@ from jax_kvcanary.constants import (
     PoolKind,
     RealKvHashMode,
 )
+from jax_kvcanary.dump import CanaryDump, DumpedGroup, load_dump
 from jax_kvcanary.expected_tokens import append_expected_tokens, set_expected_tokens
 from jax_kvcanary.health import CanaryHealthError
 from jax_kvcanary.monitor import CanaryMonitor
@@ -54,6 +55,7 @@ __all__ = [
     "CanaryBufferGroup",
     "CanaryConfig",
     "CanaryDeviceState",
+    "CanaryDump",
     "CanaryHealthError",
     "CanaryLaunchCapacities",
     "CanaryLaunchTag",
@@ -65,6 +67,7 @@ __all__ = [
     "CanaryState",
     "CanaryStep",
     "CanaryViolationError",
+    "DumpedGroup",
     "FailReason",
     "ForwardBatch",
     "GroupRecords",
@@ -87,6 +90,7 @@ __all__ = [
     "fresh_records",
     "insert_records",
     "install_canary",
+    "load_dump",
     "make_packed_source",
     "make_row_source",
     "mix3",

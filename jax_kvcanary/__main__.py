@@ -1,7 +1,8 @@
-"""``python -m jax_kvcanary <command>``."""
+"""``python -m jax_kvcanary``: see :mod:`jax_kvcanary.cli`."""
 
 import sys
 
 from jax_kvcanary.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from jax_kvcanary.batch import ForwardBatch
 from jax_kvcanary.buffers import CanaryBufferGroup, CanaryState
 from jax_kvcanary.config import CanaryConfig, CanaryLaunchCapacities, CanaryMode
 from jax_kvcanary.constants import INT32_MAX, INT64_MAX, PoolKind, RealKvHashMode
+from jax_kvcanary.dump import write_dump
 from jax_kvcanary.expected_tokens import append_expected_tokens, set_expected_tokens
 from jax_kvcanary.plan import Plan, VerifyPlan, plan, translate_slots
 from jax_kvcanary.pools import attach_canary_buffers
@@ -27,6 +30,7 @@ from jax_kvcanary.sources import PoolPath, resolve_path
 from jax_kvcanary.state import CanaryDeviceState
 from jax_kvcanary.swa_statistics import SwaDivergence, add_divergences, swa_divergence
 from jax_kvcanary.verify import verify_launch
+from jax_kvcanary.violations import Violation
 from jax_kvcanary.write import write_launch
 
 
@@ -255,6 +259,39 @@ class Canary:
         """Whether ``config.stats_every_n_steps`` asks for statistics at this step of the loop's own count."""
         check_int(step, "step", 0, INT32_MAX)
         return self.config.stats_every_n_steps > 0 and step % self.config.stats_every_n_steps == 0
+
+    def dump(
+        self,
+        state: CanaryState,
+        path: str | os.PathLike[str],
+        *,
+        req_to_token: ArrayLike | None = None,
+        req_lens: ArrayLike | None = None,
+        pool: Any = None,
+        violations: Sequence[Violation] = (),
+    ) -> Path:
+        """Write the state to one file, to look at an incident later: see :func:`load_dump` and ``python -m jax_kvcanary report``.
+
+        Waits for the device and copies all records to the host, 64 bytes a slot for K and as many for V. The state is unchanged.
+
+        Args:
+            state: the canary's state, as the last step returned it.
+            path: the file; one that is there is replaced once the new one is complete.
+            req_to_token: int32 or int64 [max_reqs, max_seq_len]; the engine's table, so that slots can be told by request.
+            req_lens: int32 or int64 [max_reqs]; tokens of each row of the table that are in the cache, 0 for rows that are not live.
+                Given exactly when ``req_to_token`` is. The values of neither are checked.
+            pool: the live pool; only its SWA table is read. Without it, slots of an SWA group cannot be told by request.
+            violations: what the monitor handled (``monitor.violations``): gives the rows of the log their steps.
+
+        Returns:
+            The path.
+
+        Raises:
+            TypeError, ValueError: an argument of a wrong type or shape, or a state that is traced or was donated.
+            OSError: the file cannot be written.
+        """
+        check_type(state, "state", CanaryState)
+        return write_dump(path, self, state, req_to_token=req_to_token, req_lens=req_lens, pool=pool, violations=violations)
 
     def _check(self, state: CanaryState, batch: ForwardBatch) -> None:
         check_type(state, "state", CanaryState)

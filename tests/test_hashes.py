@@ -43,6 +43,26 @@ def test_ints_are_taken_modulo_two_to_the_64():
     assert type(reference.splitmix64(np.int32(5))) is int
 
 
+def test_arrays_hash_like_their_ints():
+    words = np.random.default_rng(11).integers(-(2**63), 2**63, (3, 7, 5))
+    for x in (words, words.view(np.uint64)):
+        a, b, c = x
+        kept = x.copy()
+        got = reference.splitmix64(x)
+        assert (got.dtype, got.shape) == (np.uint64, x.shape)
+        assert got.reshape(-1).tolist() == [reference.splitmix64(word) for word in x.reshape(-1).tolist()]
+        flat = [word.reshape(-1).tolist() for word in x]
+        assert reference.mix3(a, b, c).reshape(-1).tolist() == [reference.mix3(*abc) for abc in zip(*flat, strict=True)]
+        assert reference.mix3(-3, b, 7).reshape(-1).tolist() == [reference.mix3(-3, word, 7) for word in flat[1]]
+        np.testing.assert_array_equal(x, kept)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.float64, object])
+def test_arrays_of_other_types_are_refused(dtype):
+    with pytest.raises(TypeError, match=rf"^`x` has dtype {np.dtype(dtype)}, but it must be int64 or uint64\.$"):
+        reference.splitmix64(np.ones(3, dtype))
+
+
 @pytest.mark.parametrize("bad", [1.0, "1", None, True, np.float32(1), [1]])
 def test_other_types_are_refused(bad):
     with pytest.raises(TypeError, match=r"^`x` is .* but it must be an int\.$"):

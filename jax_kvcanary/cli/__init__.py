@@ -10,7 +10,8 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-COMMANDS = ("doctor",)
+#: The commands, by the names of their modules.
+COMMANDS = ("doctor", "report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command and its arguments; None is those of the process.
 
     Returns:
-        The command's exit code.
+        The command's exit code. Arguments that argparse refuses end the process with 2, as it does.
     """
     parser = argparse.ArgumentParser(prog="python -m jax_kvcanary", description="A KV-cache canary for JAX.")
     commands = parser.add_subparsers(required=True, metavar="command")

@@ -1,15 +1,16 @@
-"""Hashes of the contract's section 2 on Python ints, and the layout of a record.
+"""Hashes of the contract's section 2 on Python ints and on NumPy arrays, and the layout of a record.
 
-Hashes are ints in [0, 2^64). Records and rows of the log hold them as signed 64-bit integers with the same bits.
+Hashes are ints in [0, 2^64), or uint64. Records and rows of the log hold them as signed 64-bit integers with the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from jax_kvcanary._checks import ArrayLike
+from jax_kvcanary._checks import ArrayLike, check_dtype
 from jax_kvcanary.constants import CANARY_CHAIN_ANCHOR, CANARY_SLOT_BYTES, RealKvHashMode
 from jax_kvcanary.sources import RealKvSource
 
@@ -18,24 +19,30 @@ TOKEN, POSITION, PREV_HASH, REAL_KV_HASH = range(CANARY_SLOT_BYTES // 8)
 
 _WORD_MASK = 2**64 - 1
 
+#: An int, or a NumPy array of words: int64 or uint64, of at least one axis.
+Word = TypeVar("Word", int, np.ndarray)
 
-def _word(value: int, name: str) -> int:
+
+def _word(value: Word, name: str) -> Word:
+    if isinstance(value, np.ndarray) and value.ndim:
+        check_dtype(value, name, np.int64, np.uint64)
+        return value.astype(np.uint64)  # the same bits; NumPy's products of uint64 wrap around
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"`{name}` is {value!r} of type {type(value).__name__}, but it must be an int.")
     return int(value) & _WORD_MASK
 
 
-def splitmix64(x: int) -> int:
+def splitmix64(x: Word) -> Word:
     """The finaliser of the generator splitmix64, without its increment: 0 stays 0.
 
     Args:
-        x: any int, taken modulo 2^64.
+        x: any int, taken modulo 2^64; or an array of int64 or uint64.
 
     Returns:
-        An int in [0, 2^64).
+        An int in [0, 2^64); for an array, uint64 of its shape.
 
     Raises:
-        TypeError: not an int.
+        TypeError: neither of the two.
     """
     x = _word(x, "x")
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD_MASK
@@ -43,19 +50,19 @@ def splitmix64(x: int) -> int:
     return x ^ x >> 31
 
 
-def mix3(a: int, b: int, c: int) -> int:
+def mix3(a: Word, b: Word, c: Word) -> Word:
     """Hash of three words in order: one link of a chain is ``mix3(prev_hash, token, position)``.
 
     Args:
-        a: any int, taken modulo 2^64, like the others.
+        a: any int, taken modulo 2^64; or an array of int64 or uint64. Likewise the others.
         b: the second word.
         c: the third word.
 
     Returns:
-        An int in [0, 2^64).
+        An int in [0, 2^64); for arrays, uint64 of their common shape.
 
     Raises:
-        TypeError: not an int.
+        TypeError: neither of the two.
     """
     return splitmix64(splitmix64(splitmix64(_word(a, "a")) ^ _word(b, "b")) ^ _word(c, "c"))
 
@@ -69,11 +76,17 @@ def slot_records(canary_buf: ArrayLike) -> np.ndarray:
     return np.ascontiguousarray(canary_buf).view("<i8")
 
 
-def slot_hash(canary_buf: ArrayLike, slot: int) -> int:
-    """The chain's hash behind a slot's record, or the anchor's hash where the slot is negative.
+def record_hashes(records: np.ndarray) -> np.ndarray:
+    """The chain's hash behind each of many records: uint64 [n] of int64 [n, 4].
 
     The real-KV hash is left out on purpose: requests that share a prefix may have had its bytes computed by batches
     of different shapes.
+    """
+    return mix3(records[:, PREV_HASH], records[:, TOKEN], records[:, POSITION])
+
+
+def slot_hash(canary_buf: ArrayLike, slot: int) -> int:
+    """The same behind one slot's record, or the anchor's hash where the slot is negative.
 
     Args:
         canary_buf: uint8 [num_slots, 32].
