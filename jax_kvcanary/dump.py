@@ -21,14 +21,15 @@ import jax
 import numpy as np
 
 from jax_kvcanary._checks import ArrayLike, as_array, check_dtype, check_shape, check_type
+from jax_kvcanary.buffers import CanaryState
 from jax_kvcanary.config import CanaryConfig, CanaryLaunchCapacities
-from jax_kvcanary.constants import FAIL_REASON_COLUMNS, NUM_LAUNCH_TAGS, VIOLATION_FIELDS, CanaryLaunchTag, FailReason, PoolKind
+from jax_kvcanary.constants import FAIL_REASON_COLUMNS, NUM_LAUNCH_TAGS, VIOLATION_FIELDS, FailReason, PoolKind
 from jax_kvcanary.reference.hashes import slot_records, to_signed
-from jax_kvcanary.state import ViolationLog, to_int64
+from jax_kvcanary.state import ViolationLog, forward_steps, to_int64
 from jax_kvcanary.violations import Violation
 
 if TYPE_CHECKING:
-    from jax_kvcanary.canary import Canary, CanaryState
+    from jax_kvcanary.canary import Canary
 
 FORMAT = "jax_kvcanary dump"
 
@@ -137,14 +138,16 @@ class CanaryDump:
 
     @property
     def steps(self) -> int:
-        """Forward passes so far: in each, the tail of a group runs once to verify and once to write."""
-        runs = self.kernel_run_counters
-        return int(max(runs[CanaryLaunchTag.TAIL_K_FULL], runs[CanaryLaunchTag.TAIL_K_SWA]) // 2)
+        """Forward passes so far."""
+        return forward_steps(self.kernel_run_counters)
 
     def violations(self) -> tuple[Violation, ...]:
         """The rows of the ring, decoded."""
         steps = [None if step < 0 else step for step in self.violation_steps.tolist()]
-        return tuple(Violation.from_row(row, step=step) for row, step in zip(self.violation_rows, steps, strict=True))
+        return tuple(
+            Violation.from_row(row, step=step, request_row=request_row)
+            for row, step, request_row in zip(self.violation_rows, steps, self.violation_request_rows, strict=True)
+        )
 
 
 def write_dump(
@@ -341,7 +344,7 @@ def _row(violation: Violation) -> list[int]:
 
 def _request_rows(log: ViolationLog) -> np.ndarray:
     """The request row of each row of the ring, int64 [n], -1 where the log does not say."""
-    rows = getattr(log, "violation_request_rows", None)
+    rows = log.violation_request_rows
     return np.full(len(log.rows()), -1, np.int64) if rows is None else np.asarray(rows)[: log.count()].astype(np.int64)
 
 

@@ -15,7 +15,7 @@ from jax_kvcanary.config import CanaryMode
 from jax_kvcanary.constants import CanaryLaunchTag
 from jax_kvcanary.health import LaunchHealth, launch_tags
 from jax_kvcanary.report import CanaryReport
-from jax_kvcanary.state import to_int64
+from jax_kvcanary.state import forward_steps, to_int64
 from jax_kvcanary.statistics import CanaryCounts, CanaryMetrics, statistics_line
 from jax_kvcanary.swa_statistics import SwaDivergence
 from jax_kvcanary.violations import CanaryViolationError, Violation, with_related_slots
@@ -127,10 +127,8 @@ class CanaryMonitor:
 
     def _handle(self, observed: _Observed) -> None:
         summary = observed.report.on_host()
-        # In every pass the tail of each group runs once to verify and once to write; a canary can lack one of the groups.
         runs = to_int64(summary["kernel_run_counters"])
-        step = int(max(runs[CanaryLaunchTag.TAIL_K_FULL], runs[CanaryLaunchTag.TAIL_K_SWA]) // 2)
-        before, self._counts = self._counts, self._counts.after(summary, step)
+        before, self._counts = self._counts, self._counts.after(summary, forward_steps(runs))
         self._warn_about_gaps(before)
         self._write_statistics(before)
 

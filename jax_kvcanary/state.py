@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_kvcanary._checks import ArrayLike, check_dtype, check_int, check_shape, check_type
 from jax_kvcanary.config import CanaryConfig
-from jax_kvcanary.constants import FAIL_REASON_COLUMNS, INT32_MAX, NUM_LAUNCH_TAGS, VIOLATION_FIELDS
+from jax_kvcanary.constants import FAIL_REASON_COLUMNS, INT32_MAX, NUM_LAUNCH_TAGS, VIOLATION_FIELDS, CanaryLaunchTag
 
 
 def to_int64(words: ArrayLike) -> np.ndarray:
@@ -39,6 +39,14 @@ def from_int64(values: Any) -> np.ndarray:
     """The inverse of :func:`to_int64`: NumPy uint32 [..., 2] of 64-bit integers."""
     values = np.ascontiguousarray(values, dtype="<i8")
     return values.view("<u4").reshape(*values.shape, 2)
+
+
+def forward_steps(kernel_runs: np.ndarray) -> int:
+    """Forward passes that a canary has seen, by its launches, int64 [12].
+
+    In every pass the tail of each group runs once to verify and once to write; a canary can lack one of the groups.
+    """
+    return int(max(kernel_runs[CanaryLaunchTag.TAIL_K_FULL], kernel_runs[CanaryLaunchTag.TAIL_K_SWA]) // 2)
 
 
 @partial(

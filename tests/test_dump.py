@@ -153,7 +153,8 @@ def test_rows_have_the_steps_of_the_monitor(dumped, server):
     dump = kvc.load_dump(dumped)
     assert dump.violation_steps.tolist() == [10] * 4 + [11] * 4 + [12] * 4
     assert [violation.step for violation in dump.violations()] == dump.violation_steps.tolist()
-    assert dump.violation_request_rows.tolist() == [-1] * 12
+    assert dump.violation_request_rows.tolist() == [violation.request_row for violation in server.monitor.violations]
+    assert [violation.request_row for violation in dump.violations()] == dump.violation_request_rows.tolist()
     assert len(server.monitor.violations) == 12
 
 
