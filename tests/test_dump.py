@@ -72,7 +72,9 @@ def test_round_trip_of_a_pool_with_both_halves(tmp_path, faults):
     assert dump.environment["jax"] == jax.__version__
     assert dump.groups[0].num_slots == 67
     np.testing.assert_array_equal(dump.groups[0].records("v", "head"), dump.groups[0].v_head)
-    assert [str(violation) for violation in dump.violations()] == [str(kvc.Violation.from_row(row)) for row in dump.violation_rows]
+    request_rows = np.asarray(loop.state.device_state.violation_log.violation_request_rows)
+    expected = [kvc.Violation.from_row(row, request_row=request_rows[i]) for i, row in enumerate(dump.violation_rows)]
+    assert list(dump.violations()) == expected
 
 
 def test_round_trip_of_two_groups_without_v(tmp_path):
