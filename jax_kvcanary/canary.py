@@ -38,6 +38,18 @@ class CanaryState:
     groups: tuple[CanaryBufferGroup, ...]
     device_state: CanaryDeviceState
 
+    def groups_of(self, kind: PoolKind) -> tuple[CanaryBufferGroup, ...]:
+        """The groups of one kind.
+
+        Raises:
+            ValueError: there are none.
+        """
+        chosen = tuple(group for group in self.groups if group.kind is kind)
+        if not chosen:
+            have = ", ".join(group.kind.name for group in self.groups)
+            raise ValueError(f"`kind` is {kind.name}, but this canary has the groups {have}.")
+        return chosen
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=("plans", "out_cache_locs"), meta_fields=())
 @dataclass(frozen=True)
@@ -134,11 +146,7 @@ class Canary:
         check_type(state, "state", CanaryState)
         kind = check_enum(kind, "kind", PoolKind)
         device_state = state.device_state
-        chosen = [group for group in state.groups if group.kind is kind]
-        if not chosen:
-            have = ", ".join(group.kind.name for group in state.groups)
-            raise ValueError(f"`kind` is {kind.name}, but this canary has the groups {have}.")
-        for group in chosen:
+        for group in state.groups_of(kind):
             device_state = verify_launch(
                 group.endpoints("sweep", pool),
                 verify_plan,

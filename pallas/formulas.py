@@ -92,9 +92,8 @@ def plan_rows(load: Load, arrays: PlanArrays, rows: jax.Array, before: RowSums, 
     prefix = load(arrays.prefix_lens, (rows,), in_batch, 0)
     extend = load(arrays.extend_seq_lens, (rows,), in_batch, 0)
 
-    live = req != REQ_POOL_IDX_PADDING
-    valid = live & (req >= 0) & (req < s.max_reqs) & (prefix >= 0) & (prefix <= s.max_seq_len) & (extend >= 0)
-    verify_len = jnp.where(valid, prefix - window_start(prefix, s), 0)
+    live, valid = live_and_valid_rows(req, prefix, extend, s.max_reqs, s.max_seq_len)
+    verify_len = jnp.where(valid, prefix - window_start(prefix, s.swa_window_size), 0)
     # An invalid row's tokens are in the token arrays all the same: the rows behind it must not shift.
     write_len = jnp.where(live, jnp.maximum(extend, 0), 0)
     verify_offsets, verify_total = _saturating_offsets(verify_len, before.verify)
@@ -116,7 +115,7 @@ def plan_entries(
     req = load(arrays.req_pool_indices, (row,), live, 0)
     prefix = load(arrays.prefix_lens, (row,), live, 0)
     first_entry = load(verify_offsets, (row,), live, 0)
-    position = window_start(prefix, s) + entries - first_entry
+    position = window_start(prefix, s.swa_window_size) + entries - first_entry
 
     slot = load(arrays.req_to_token, (req, position), live, -1)
     slot = translate(load, arrays.lut, s.lut_len, slot, live)
@@ -136,9 +135,17 @@ def plan_entries(
     return EntryOutputs(slot, position, prev, expected)
 
 
-def window_start(prefix: jax.Array, s: PlanStatics) -> jax.Array:
+def live_and_valid_rows(
+    req: jax.Array, prefix: jax.Array, extend: jax.Array, max_reqs: int, max_seq_len: int
+) -> tuple[jax.Array, jax.Array]:
+    """Which rows are no padding, and which of those make sense."""
+    live = req != REQ_POOL_IDX_PADDING
+    return live, live & (req >= 0) & (req < max_reqs) & (prefix >= 0) & (prefix <= max_seq_len) & (extend >= 0)
+
+
+def window_start(prefix: jax.Array, swa_window_size: int) -> jax.Array:
     """First position of a row that is verified: 0, or where the sliding window begins."""
-    return jnp.maximum(prefix - s.swa_window_size, 0) if s.swa_window_size else jnp.zeros_like(prefix)
+    return jnp.maximum(prefix - swa_window_size, 0) if swa_window_size else jnp.zeros_like(prefix)
 
 
 def translate(load: Load, lut: Any, lut_len: int | None, slot: jax.Array, mask: jax.Array) -> jax.Array:
