@@ -32,7 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     seeds = arguments.seeds or (_QUICK_SEEDS if arguments.quick else _SEEDS)
     steps = arguments.steps or (_QUICK_STEPS if arguments.quick else _STEPS)
-    print(f"jax_kvcanary self test on {jax.devices()[0].device_kind}: {seeds} runs of each fault, {steps} legal steps in each mode.")
+    runs = f"{_plural(seeds, 'run')} of each fault, {_plural(steps, 'legal step')} in each mode"
+    print(f"jax_kvcanary self test on {jax.devices()[0].device_kind}: {runs}.")
     faults = make_faults()
     legal, outcomes = [], []
     for mode in MODES:
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     problems = [f"{_name(outcome)}: {problem}" for outcome in outcomes for problem in outcome.problems]
     problems += [f"legal traffic, mode {outcome.mode.name}: {problem}" for outcome in legal for problem in outcome.problems]
     if problems:
-        print(f"\nFAILED: {len(problems)} problems.")
+        print(f"\nFAILED: {_plural(len(problems), 'problem')}.")
         print("\n".join(f"  {problem}" for problem in problems))
         return 1
     print("\nPassed: every fault was found where it must be, and legal traffic was silent.")
@@ -78,7 +79,10 @@ def _result(outcome: Outcome) -> tuple[str, str, str, str]:
     """What became of a fault in a mode, the largest number of steps, how many there may be, and the findings."""
     from jax_kvcanary.violations import reason_text
 
-    as_what = ", ".join(f"{reason_text(reasons)} in {tag.name}" for reasons, tag in sorted(outcome.found_as))
+    tags: dict[str, list[str]] = {}
+    for reasons, tag in sorted(outcome.found_as):
+        tags.setdefault(reason_text(reasons), []).append(tag.name)
+    as_what = "; ".join(f"{reasons} in {', '.join(names)}" for reasons, names in tags.items())
     worst = str(max(outcome.steps)) if outcome.steps else ""
     limit = "" if outcome.expected is None else str(outcome.expected.within)
     if outcome.problems:
@@ -96,6 +100,10 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _name(outcome: Outcome) -> str:
     return f"{outcome.fault.name}, {outcome.fault.group.name}, mode {outcome.mode.name}"
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _count(text: str) -> int:

@@ -167,11 +167,9 @@ def own_slot(target: PerturbTarget, slot: jax.Array, pool: Any) -> jax.Array:
 
 
 def _set(array: jax.Array, index: tuple[jax.Array, ...], value: jax.Array, happened: jax.Array) -> jax.Array:
-    """The array with one element set where the fault happens. Nothing is where the array is empty."""
-    if 0 in array.shape:
-        return array
-    safe = tuple(jnp.where(happened, i, 0) for i in index)
-    return array.at[safe].set(jnp.where(happened, value.astype(array.dtype), array[safe]))
+    """The array with one element set where the fault happens."""
+    outside = tuple(jnp.where(happened, i, size) for i, size in zip(index, array.shape, strict=True))
+    return array.at[outside].set(value.astype(array.dtype), mode="drop")
 
 
 def _differs_from_some(tokens: jax.Array, mask: jax.Array) -> jax.Array:

@@ -136,12 +136,10 @@ def flip_cached_kv(
 def _flip_byte(
     dice: Dice, target: PerturbTarget, pool: Any, slot: jax.Array, happened: jax.Array, **where: jax.Array
 ) -> tuple[Any, Perturbation]:
-    """Flip bits of a byte of a slot, in one of the target's sources.
-
-    Every source's array is updated at one element, whether it is hit or not, so that a donated pool stays where it is.
-    """
-    bound = [(i, spec, spec.bind(pool)) for i, spec in enumerate(target.sources)]
-    usable = [(i, spec, len(target.bytes_to_flip(source))) for i, spec, source in bound if target.bytes_to_flip(source)]
+    """Flip bits of a byte of a slot, in one of the target's sources."""
+    check_type(target, "target", PerturbTarget)
+    bound = [spec.bind(pool) for spec in target.sources]
+    usable = [i for i, source in enumerate(bound) if target.bytes_to_flip(source)]
     if not usable:
         raise ValueError(
             f"`target` has {len(bound)} sources and no byte to flip in any of them, from byte {target.first_byte} on with "
@@ -149,38 +147,46 @@ def _flip_byte(
         )
     happened &= slot > 0
     slot = jnp.where(happened, slot, 0)
-    choice, draw, mask = dice.below(len(usable)), dice.below(2**31), (1 + dice.below(255)).astype(jnp.uint8)
-    values = {"source": jnp.zeros((), jnp.int32), "byte": slot, "before": slot, "after": slot}
-    for n, (i, spec, count) in enumerate(usable):
-        source = spec.bind(pool)  # an earlier source may be a part of the same array
+    choice, draw, mask = dice.below(len(usable)), dice.below(2**31), 1 + dice.below(255)
+    nothing = jnp.zeros((), jnp.int32)
+    hit_source = hit_byte = before = nothing
+    for n, i in enumerate(usable):
+        source = target.sources[i].bind(pool)  # with the array that an earlier source may have changed already
         hit = happened & (choice == n)
-        byte = (target.first_byte + draw % count).astype(jnp.int32)
-        array, before, after = _xor_byte(source, slot, byte, jnp.where(hit, mask, 0).astype(jnp.uint8))
-        pool = replace_at_path(pool, spec.path, array)
-        found = {"source": jnp.full((), i, jnp.int32), "byte": byte, "before": before, "after": after}
-        values = {name: jnp.where(hit, found[name], values[name]) for name in values}
-    return pool, Perturbation.of(happened, slot=slot, **where, **values)
+        byte = (target.first_byte + draw % len(target.bytes_to_flip(source))).astype(jnp.int32)
+        array, old = _xor_byte(source, slot, byte, mask, hit)
+        pool = replace_at_path(pool, target.sources[i].path, array)
+        hit_source, hit_byte, before = jnp.where(hit, i, hit_source), jnp.where(hit, byte, hit_byte), jnp.where(hit, old, before)
+    record = Perturbation.of(happened, slot=slot, source=hit_source, byte=hit_byte, before=before, after=before ^ mask, **where)
+    return pool, record
 
 
-def _xor_byte(source: RealKvSource, slot: jax.Array, byte: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The array of a source with one byte of a slot combined with a mask, and the byte before and after.
+def _xor_byte(source: RealKvSource, slot: jax.Array, byte: jax.Array, mask: jax.Array, hit: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The array of a source with one byte of a slot combined with a mask where it is hit, and the byte before.
 
-    One element is taken out as bytes and put back; a slice update moves its bits as they are, where a scatter of floats could pass them
-    through arithmetic.
+    The array is looked at as integers: arithmetic on floats, which a CPU's scatter and slice update of narrow ones do, may change the bits
+    of NaNs. That is a pass over the array, so it stands in a branch of its own: where nothing is hit, a donated array stays as it is.
     """
-    array = on_device(source.array)
+    array = jnp.asarray(on_device(source.array))
     dtype = np.dtype(array.dtype)
     width = item_bytes(dtype)
     if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         raise NotImplementedError(f"`pool` has a KV array of dtype {dtype}, but only bytes of integers and floats can be flipped.")
+    bits = np.dtype(f"uint{8 * width}")
     page, in_page = slot.astype(jnp.int64) // source.page_size, slot.astype(jnp.int64) % source.page_size
     address = source.byte_offset + page * source.row_stride + in_page * source.token_stride + byte
     index = [i.astype(jnp.int32) for i in jnp.unravel_index(address // width, array.shape)]
-    item = jax.lax.dynamic_slice(array, index, (1,) * array.ndim).reshape(())
-    old = jax.lax.bitcast_convert_type(item, jnp.uint8).reshape(width)
-    at = jnp.arange(width, dtype=jnp.int32) == address % width
-    new = jnp.where(at, old ^ mask, old)
-    changed = jax.lax.bitcast_convert_type(new if width > 1 else new.reshape(()), dtype)
-    array = jax.lax.dynamic_update_slice(array, changed.reshape((1,) * array.ndim), index)
-    before, after = (jnp.sum(jnp.where(at, value, 0), dtype=jnp.int32) for value in (old, new))
-    return array, before, after
+    shift = (8 * (address % width)).astype(bits)  # little-endian, as all platforms with custom calls are
+    one = (1,) * array.ndim
+
+    def flip(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+        words = jax.lax.bitcast_convert_type(array, bits)
+        word = jax.lax.dynamic_slice(words, index, one)
+        words = jax.lax.dynamic_update_slice(words, word ^ (mask.astype(bits) << shift), index)
+        return jax.lax.bitcast_convert_type(words, dtype), word
+
+    def leave(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return array, jnp.zeros(one, bits)
+
+    array, word = jax.lax.cond(hit, flip, leave, array)
+    return array, ((word.reshape(()) >> shift) & bits.type(0xFF)).astype(jnp.int32)

@@ -12,7 +12,7 @@ from jax_kvcanary.canary import Canary, CanaryState
 from jax_kvcanary.config import PerturbConfig, PerturbKind
 from jax_kvcanary.perturb.batches import shift_position, swap_next_tokens, trample_req_to_token
 from jax_kvcanary.perturb.kv import flip_cached_kv, flip_live_kv, flip_written_kv
-from jax_kvcanary.perturb.target import Perturbation, PerturbTarget
+from jax_kvcanary.perturb.target import Perturbation, PerturbTarget, step_number
 from jax_kvcanary.report import CanaryReport
 
 #: What ``wrap`` returns of the faults: for each kind that is configured, what was changed in this step.
@@ -40,8 +40,8 @@ def wrap(
 
     Returns:
         ``wrapped(state, step, *args, batch, pool, cached_slots=None) -> (state, report, out, pool, changes)``, to be jitted with
-        ``state`` and ``pool`` donated. ``step`` is the number of the step, an int32 or int64 scalar. ``cached_slots``, int32 or int64
-        [n], are the full-pool slots that only the prefix cache holds, padded with -1; they are required exactly when the kind
+        ``state`` and ``pool`` donated. ``step`` is the number of the step, an int or an int32 or int64 scalar. ``cached_slots``, int32
+        or int64 [n], are the full-pool slots that only the prefix cache holds, padded with -1; they are required exactly when the kind
         ``cached_kv`` is configured. ``changes`` has a :class:`Perturbation` for each kind, by its text.
 
     Raises:
@@ -53,7 +53,7 @@ def wrap(
     bracketed = canary.wrap(forward)
 
     def wrapped(
-        state: CanaryState, step: ArrayLike, *args: Any, cached_slots: ArrayLike | None = None, **kwargs: Any
+        state: CanaryState, step: Any, *args: Any, cached_slots: ArrayLike | None = None, **kwargs: Any
     ) -> tuple[CanaryState, CanaryReport, Any, Any, Changes]:
         if len(args) < 2:
             raise TypeError(
@@ -67,6 +67,7 @@ def wrap(
                 f"{'has' if wanted else 'lacks'} the kind {PerturbKind.CACHED_KV.value}."
             )
         *others, batch, pool = args
+        step = step_number(step)
         changes: Changes = {}
 
         def plant(kind: PerturbKind, function: Callable[..., Any], *what: Any) -> Any:
@@ -82,6 +83,10 @@ def wrap(
         if PerturbKind.LIVE_KV in kinds:
             pool = plant(PerturbKind.LIVE_KV, flip_live_kv, batch, pool)
         state, report, out, pool = bracketed(state, *others, batch, pool, **kwargs)
+        # A count is never negative, but XLA does not know it: the faults below wait for the launches above, which read the pool in place.
+        # Without an order between the two, the pool would be copied.
+        with jax.enable_x64(True):
+            step = step + (state.device_state.violation_log.violation_write_index[0] < 0)
         if PerturbKind.WRITTEN_KV in kinds:
             pool = plant(PerturbKind.WRITTEN_KV, flip_written_kv, batch, pool)
         if PerturbKind.CACHED_KV in kinds:

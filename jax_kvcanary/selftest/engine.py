@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 
@@ -41,6 +42,15 @@ class Sequence:
         return self.slots[max(0, self.cached - WINDOW) :]
 
 
+class Pace(Enum):
+    """How much a step changes."""
+
+    BUSY = "requests come, end and are retracted, slots move, drafts are rejected"
+    SETTLE = "long requests end, the last row is free, and something is in the prefix cache alone; from here on every request lives"
+    ARRIVE = "a new request takes the last row, from its first token on"
+    CALM = "every request goes on"
+
+
 class Engine:
     """Requests, slots and the prefix cache.
 
@@ -62,23 +72,20 @@ class Engine:
         self._req_to_token = np.zeros((MAX_REQS, MAX_SEQ_LEN), np.int32)
         self._step = 0
 
-    def step(self, *, churn: bool = True, settle: bool = False) -> Step:
-        """The next step.
-
-        Args:
-            churn: whether requests come, end and are retracted, slots move and drafts are rejected. Without it, every live request goes on.
-            settle: make room first for several steps without churn: several requests that have long to go, and something in the cache.
-        """
+    def step(self, pace: Pace = Pace.BUSY) -> Step:
+        """The next step."""
         self._take_window_slots_back()
         builder = StepBuilder(self.rng)
-        if settle:
-            self._settle(builder)
-        elif churn:
+        if pace is Pace.BUSY:
             self._churn(builder)
-        if churn:
+        elif pace is Pace.SETTLE:
+            self._settle(builder)
+        elif pace is Pace.ARRIVE:
+            self._admit(MAX_REQS - 1, [])
+        if pace in (Pace.BUSY, Pace.SETTLE):
             self._move(builder)
         for row in self.rng.permutation(sorted(self._live)).tolist():
-            self._go_on(row, builder, churn=churn and not settle)
+            self._go_on(row, builder, reject=pace is Pace.BUSY)
         if self._step % SWEEP_INTERVAL == 0:
             for entry in self._cache:
                 builder.sweep(entry.tokens, entry.slots, self._full_to_swa)
@@ -102,17 +109,17 @@ class Engine:
             self.events["cache entries evicted"] += 1
         for row in range(1, MAX_REQS):
             if row not in self._live and self.rng.random() < 0.4:
-                self._admit(row)
+                self._admit(row, [*self._live.values(), *self._cache])
 
     def _settle(self, builder: StepBuilder) -> None:
-        """Long requests end, and others until something is in the cache alone; new requests stay away from it."""
         for row in list(self._live):
             request = self._live[row]
-            if len(request.tokens) > MAX_SEQ_LEN // 2 or (request.cached and not self._in_cached_windows()):
+            long = len(request.tokens) > MAX_SEQ_LEN // 2
+            if row == MAX_REQS - 1 or long or (request.cached and not self._in_cached_windows()):
                 self._end(row, builder, fate=0.5)
-        for row in range(1, MAX_REQS):
+        for row in range(1, MAX_REQS - 1):
             if row not in self._live:
-                self._admit(row, from_cache=False)
+                self._admit(row, list(self._live.values()))
 
     def _end(self, row: int, builder: StepBuilder, *, fate: float) -> None:
         """A request is retracted, ends into the prefix cache, or ends. Its row of the table keeps what it held."""
@@ -148,15 +155,14 @@ class Engine:
             self._free.append(slot)
             self._unmap(slot)
 
-    def _admit(self, row: int, *, from_cache: bool = True) -> None:
-        """A new request: a retracted one, one behind a prefix that is there already, or one of its own."""
+    def _admit(self, row: int, others: list[Sequence]) -> None:
+        """A new request: a retracted one, one behind a prefix of one of the others, or one of its own."""
         if self._retracted and self.rng.random() < 0.7:
             self._live[row] = Sequence(self._retracted.pop())
             return
         prompt = self.rng.integers(1, _VOCABULARY, self.rng.integers(2, _LONGEST_PROMPT)).tolist()
         request = Sequence(prompt, speculates=bool(self.rng.random() < 0.4))
-        cache = self._cache if from_cache else []
-        holders = [other for other in (*self._live.values(), *cache) if 0 < other.cached <= MAX_SEQ_LEN // 4]
+        holders = [other for other in others if 0 < other.cached <= MAX_SEQ_LEN // 4]
         if holders and self.rng.random() < 0.6:
             other = holders[int(self.rng.integers(len(holders)))]
             mapped = self._full_to_swa[other.slots[: other.cached]] > 0
@@ -192,7 +198,7 @@ class Engine:
             self._full_to_swa[slot] = to
             self.events["slots moved"] += 1
 
-    def _go_on(self, row: int, builder: StepBuilder, *, churn: bool) -> None:
+    def _go_on(self, row: int, builder: StepBuilder, *, reject: bool) -> None:
         """A request's part of the step: a chunk of its prompt, a token, or a token with drafts behind it."""
         request = self._live[row]
         if request.cached == len(request.tokens):
@@ -208,7 +214,7 @@ class Engine:
         for position in range(len(request.slots), request.cached + len(tokens)):
             request.slots.append(self._take())
             self._req_to_token[row, position] = request.slots[-1]
-        accepted = int(self.rng.integers(len(drafts) + 1)) if churn else len(drafts)
+        accepted = int(self.rng.integers(len(drafts) + 1)) if reject else len(drafts)
         self.events["tokens"] += len(tokens)
         builder.row(row, request.cached, tokens, request.slots, known=len(request.tokens))
         request.tokens += drafts[:accepted]

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import jax
 
 from jax_kvcanary.constants import CanaryLaunchTag, FailReason
-from jax_kvcanary.selftest.engine import Engine
+from jax_kvcanary.selftest.engine import Engine, Pace
 from jax_kvcanary.selftest.faults import Expected, Fault, Mode
 from jax_kvcanary.selftest.program import Machine
 from jax_kvcanary.selftest.steps import SWEEP_INTERVAL, Step
 
-_HISTORY = 17  # legal steps before a fault
-_FAULT_AT = 2  # its step among those without churn, the first of which settles
-_WATCHED = _FAULT_AT + SWEEP_INTERVAL + 2
+#: Steps of legal traffic before the faults of a seed. The fault comes with an arrival, so that rows with and without a prefix can be hit.
+_BEFORE = (*[Pace.BUSY] * 17, Pace.SETTLE)
+_FROM_THE_FAULT_ON = (Pace.ARRIVE, *[Pace.CALM] * (SWEEP_INTERVAL + 1))
 
 
 @dataclass
@@ -88,43 +88,32 @@ def run_legal(machine: Machine, steps: int, seed: int) -> LegalOutcome:
     return outcome
 
 
-class History:
-    """What comes before the faults of one seed, and what goes on behind them; the same for every mode."""
-
-    def __init__(self, seed: int) -> None:
-        engine = Engine(seed)
-        self.seed = seed
-        self.before = [engine.step() for _ in range(_HISTORY)]
-        self.watched: list[Step] = [engine.step(churn=False, settle=i == 0) for i in range(_WATCHED)]
-
-
 def run_faults(machine: Machine, faults: Iterable[Fault], seeds: Iterable[int]) -> list[Outcome]:
     """Plant every fault once for each seed, each behind the same legal steps."""
     outcomes = [Outcome(fault, machine.mode) for fault in faults]
-    for history in map(History, seeds):
+    for seed in seeds:
+        engine = Engine(seed)
         machine.reset()
-        for step in history.before:
-            machine.step(step)
-        for step in history.watched[:_FAULT_AT]:
-            machine.step(step)
-        legal = len(machine.rows())
+        for pace in _BEFORE:
+            machine.step(engine.step(pace))
+        steps = [engine.step(pace) for pace in _FROM_THE_FAULT_ON]
         snapshot = machine.snapshot()
         for i, outcome in enumerate(outcomes):
-            if legal:
-                outcome.problems.append(f"seed {history.seed}: {legal} findings before the fault.")
-                continue
             machine.restore(snapshot)
-            _run_fault(machine, outcome, history, jax.random.fold_in(jax.random.key(history.seed), i))
+            if rows := machine.rows():
+                outcome.problems.append(f"seed {seed}: before the fault there is a finding, {rows[0].first_line()}.")
+            else:
+                _run_fault(machine, outcome, steps, seed, jax.random.fold_in(jax.random.key(seed), i))
     return outcomes
 
 
-def _run_fault(machine: Machine, outcome: Outcome, history: History, key: jax.Array) -> None:
+def _run_fault(machine: Machine, outcome: Outcome, steps: list[Step], seed: int, key: jax.Array) -> None:
     """Plant a fault once, and watch until it is found or the steps are over."""
     fault, expected = outcome.fault, outcome.expected
-    first, *others = history.watched[_FAULT_AT:]
+    first, *others = steps
     change = machine.step(first, fault, key)
     if change is None or not change.happened:
-        outcome.problems.append(f"seed {history.seed}: the fault could not be planted.")
+        outcome.problems.append(f"seed {seed}: the fault could not be planted.")
         return
     outcome.runs += 1
     rows, later = machine.rows(), 0
@@ -135,7 +124,7 @@ def _run_fault(machine: Machine, outcome: Outcome, history: History, key: jax.Ar
     outcome.found_as |= {(row.fail_reason, row.launch_tag) for row in own}
     if own:
         outcome.steps.append(later)
-    where = f"seed {history.seed}: slot {change.slot} of the {fault.group.name} group was hit"
+    where = f"seed {seed}: slot {change.slot} of the {fault.group.name} group was hit"
     others_found = f"the first finding, {later} steps later, is {rows[0].first_line()}" if rows else "nothing was found"
     if expected is None and rows:
         outcome.problems.append(f"{where}, which this mode cannot see, but {others_found}.")

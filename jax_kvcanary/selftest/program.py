@@ -31,7 +31,6 @@ class Machine:
     """A canary in one mode on a pool. A step is compiled in two halves, which are donated what they update."""
 
     def __init__(self, mode: Mode) -> None:
-        register_pool_attacher(TwoPools, attach_two_pools)
         self.mode = mode
         config = CanaryConfig(
             CanaryMode.LOG,
@@ -87,6 +86,7 @@ class Machine:
 
 
 def _install(config: CanaryConfig) -> tuple[Canary, CanaryState, TwoPools]:
+    register_pool_attacher(TwoPools, attach_two_pools)
     pool = TwoPools.allocate(num_slots=NUM_SLOTS, num_swa_slots=NUM_SWA_SLOTS)
     table = {"req_to_token_alloc_size": MAX_REQS, "max_context_len": MAX_SEQ_LEN} if config.enable_verify_token_assert else {}
     capacities = CanaryLaunchCapacities(VERIFY_CAPACITY, ROWS)

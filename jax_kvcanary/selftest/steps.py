@@ -141,11 +141,12 @@ class StepBuilder:
             rows.insert(int(self._rng.integers(0, len(rows) + 1)), (0, 3, 2, 5))
         padding = TOKENS - len(self._tokens)
         ids, positions, slots = np.array(self._tokens + [(0, 0, 0)] * padding, np.int32).T
+        columns = ("req_pool_indices", "prefix_lens", "extend_seq_lens", "known_lens")
         return Step(
-            ids,
-            positions,
-            slots,
-            *np.array(rows, np.int32).T,
+            input_ids=ids,
+            positions=positions,
+            out_cache_loc=slots,
+            **dict(zip(columns, np.array(rows, np.int32).T, strict=True)),
             req_to_token=req_to_token,
             expected_tokens=expected_tokens,
             full_to_swa=full_to_swa,
