@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -15,29 +14,16 @@ import numpy as np
 import pytest
 
 import jax_kvcanary as kvc
+from helpers.hlo import BUFFER_SIZE, NUM_SLOTS, custom_calls, large_copies
 from jax_kvcanary.pools import FusedMHATokenToKVPool, MHATokenToKVPool
 
 # float32: the CPU's scatter converts whole bfloat16 arrays, with a canary and without.
-NUM_SLOTS, LAYERS, HEADS, HEAD_DIM = 1021, 2, 2, 8
+LAYERS, HEADS, HEAD_DIM = 2, 2, 8
 TOKENS, STEPS = 5, 8
 CONFIG = kvc.CanaryConfig("log", ring_capacity=17, real_kv_hash_mode=kvc.RealKvHashMode.ALL, real_kv_layers=(0, -1))
 CAPACITIES = kvc.CanaryLaunchCapacities(67, TOKENS)
 
-#: Elements of a canary buffer; a KV layer of these pools is no smaller.
-BUFFER_SIZE = NUM_SLOTS * kvc.CANARY_SLOT_BYTES
 assert NUM_SLOTS * HEADS * HEAD_DIM * 4 >= BUFFER_SIZE
-
-COPYING = {
-    "bitcast-convert",
-    "concatenate",
-    "convert",
-    "copy",
-    "copy-start",
-    "dynamic-slice",
-    "slice",
-    "transpose",
-}
-WORD_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("kv",), meta_fields=())
@@ -127,28 +113,6 @@ def scanned_steps(canary, state, batch, pool):
 
 def compiled_text(function, *args, donate=()):
     return jax.jit(function, donate_argnums=donate).lower(*args).compile().as_text()
-
-
-INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>.*?) (?P<op>[a-z][\w\-]*)\(", re.MULTILINE)
-ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<dims>[\d,]*)\]")
-
-
-def large_copies(text):
-    """Instructions whose result is another arrangement of bytes, as large as a canary buffer."""
-    found = []
-    for instruction in INSTRUCTION.finditer(text):
-        sizes = [
-            math.prod(int(dim) for dim in array["dims"].split(",") if dim) * WORD_BYTES.get(array["dtype"], 8)
-            for array in ARRAY.finditer(instruction["type"])
-        ]
-        if instruction["op"] in COPYING and max(sizes, default=0) >= BUFFER_SIZE:
-            found.append(instruction[0].strip())
-    return found
-
-
-def custom_calls(text):
-    """How often a program names each of the canary's targets."""
-    return [len(re.findall(f'custom_call_target="{target}"', text)) for target in ("kvcanary_verify", "kvcanary_write")]
 
 
 @pytest.mark.parametrize("run", [one_step, scanned_steps])

@@ -1,4 +1,10 @@
-"""Faults of the pool: one byte of a slot's real KV, in place."""
+"""Faults of the pool: one byte of a slot's real KV.
+
+A donated pool is not copied: a step without a fault leaves it alone, one with a fault passes over the one array that it hits.
+
+On the CPU, XLA's scatter takes arrays of bfloat16 and float8 through wider floats, all of it, and flushes subnormals to zero. Where a
+forward stores its tokens so, the fault that made a subnormal may be gone before the next verify.
+"""
 
 from __future__ import annotations
 
@@ -164,8 +170,9 @@ def _flip_byte(
 def _xor_byte(source: RealKvSource, slot: jax.Array, byte: jax.Array, mask: jax.Array, hit: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The array of a source with one byte of a slot combined with a mask where it is hit, and the byte before.
 
-    The array is looked at as integers: arithmetic on floats, which a CPU's scatter and slice update of narrow ones do, may change the bits
-    of NaNs. That is a pass over the array, so it stands in a branch of its own: where nothing is hit, a donated array stays as it is.
+    The array is looked at as integers: a CPU passes arrays of narrow floats through wider ones even to update a slice, and loses bits of
+    subnormals and NaNs. That is a pass over the array, so it stands in a branch of its own: where nothing is hit, a donated array stays
+    as it is.
     """
     array = jnp.asarray(on_device(source.array))
     dtype = np.dtype(array.dtype)

@@ -18,7 +18,7 @@ from jax_kvcanary.constants import PoolKind
 from jax_kvcanary.plan import translate_slots
 from jax_kvcanary.pools.mha import MHATokenToKVPool, attach_mha
 
-HEADS, HEAD_DIM = 2, 12  # 48 bytes a token of bfloat16: PARTIAL hashes a third of them
+HEADS, HEAD_DIM = 2, 6  # 48 bytes a token of float32: PARTIAL hashes a third of them
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("full", "swa", "full_to_swa"), meta_fields=())
@@ -37,9 +37,12 @@ class TwoPools:
 
     @classmethod
     def allocate(cls, *, num_slots: int, num_swa_slots: int) -> TwoPools:
-        """Zeroed arrays; both counts include the padding slot."""
+        """Zeroed arrays; both counts include the padding slot.
+
+        They are float32: a CPU's scatter passes arrays of narrower floats through wider ones, which undoes flips that make a subnormal.
+        """
         full, swa = (
-            MHATokenToKVPool.allocate(num_slots=slots, num_layers=1, num_kv_heads=HEADS, head_dim=HEAD_DIM)
+            MHATokenToKVPool.allocate(num_slots=slots, num_layers=1, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype=jnp.float32)
             for slots in (num_slots, num_swa_slots)
         )
         return cls(full, swa, jnp.zeros((num_slots,), jnp.int32))
@@ -62,7 +65,7 @@ def forward(batch: ForwardBatch, pool: TwoPools) -> tuple[jax.Array, TwoPools]:
     """Store KV that follows from token and position, and return nothing of use: who is served does not matter here."""
     feature = jnp.arange(HEADS * HEAD_DIM, dtype=jnp.int32).reshape(HEADS, HEAD_DIM)
     base = (jnp.asarray(batch.input_ids) * 37 + jnp.asarray(batch.positions) * 11)[:, None, None]
-    k, v = ((base * (feature + n) % 251).astype(jnp.bfloat16) for n in (3, 7))
+    k, v = ((base * (feature + n) % 251).astype(jnp.float32) for n in (3, 7))
     full = pool.full.write(0, batch.out_cache_loc, k, v)
     swa = pool.swa.write(0, translate_slots(batch.out_cache_loc, pool.full_to_swa), k, v)
     return jnp.zeros((), jnp.int32), dataclasses.replace(pool, full=full, swa=swa)
