@@ -5,11 +5,11 @@ See README.md for a loop that uses it, and :class:`Canary` for the pieces of one
 
 from importlib.metadata import version
 
-from jax_kvcanary import pools, reference
+from jax_kvcanary import perturb, pools, reference
 from jax_kvcanary.batch import ForwardBatch
 from jax_kvcanary.buffers import CanaryBufferGroup, CanaryState, fresh_records
 from jax_kvcanary.canary import Canary, CanaryStep, install_canary
-from jax_kvcanary.config import CanaryConfig, CanaryLaunchCapacities, CanaryMode
+from jax_kvcanary.config import CanaryConfig, CanaryLaunchCapacities, CanaryMode, PerturbConfig, PerturbKind
 from jax_kvcanary.constants import (
     CANARY_CHAIN_ANCHOR,
     CANARY_SLOT_BYTES,
@@ -71,6 +71,8 @@ __all__ = [
     "FailReason",
     "ForwardBatch",
     "GroupRecords",
+    "PerturbConfig",
+    "PerturbKind",
     "Plan",
     "PlanInput",
     "PoolKind",
@@ -94,6 +96,7 @@ __all__ = [
     "make_packed_source",
     "make_row_source",
     "mix3",
+    "perturb",
     "plan",
     "pools",
     "reference",

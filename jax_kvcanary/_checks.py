@@ -78,6 +78,15 @@ def check_int(value: Any, name: str, low: int, high: int, why: str = "") -> int:
     return int(value)
 
 
+def check_probability(value: Any, name: str) -> float:
+    """A Python number between 0 and 1, both included, as a float; TypeError or ValueError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"`{name}` is {value!r} of type {type(value).__name__}, but it must be a number.")
+    if not 0 <= value <= 1:
+        raise ValueError(f"`{name}` is {value}, but it must be between 0 and 1.")
+    return float(value)
+
+
 def check_canary_buffer(value: ArrayLike, name: str) -> int:
     """Check a canary buffer, uint8 [num_slots, 32], and return its number of slots."""
     check_dtype(value, name, np.uint8)

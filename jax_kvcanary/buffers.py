@@ -107,3 +107,15 @@ class CanaryState:
 
     groups: tuple[CanaryBufferGroup, ...]
     device_state: CanaryDeviceState
+
+    def groups_of(self, kind: PoolKind) -> tuple[CanaryBufferGroup, ...]:
+        """The groups of one kind.
+
+        Raises:
+            ValueError: there are none.
+        """
+        chosen = tuple(group for group in self.groups if group.kind is kind)
+        if not chosen:
+            have = ", ".join(group.kind.name for group in self.groups)
+            raise ValueError(f"`kind` is {kind.name}, but this canary has the groups {have}.")
+        return chosen

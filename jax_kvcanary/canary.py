@@ -141,11 +141,7 @@ class Canary:
         check_type(state, "state", CanaryState)
         kind = check_enum(kind, "kind", PoolKind)
         device_state = state.device_state
-        chosen = [group for group in state.groups if group.kind is kind]
-        if not chosen:
-            have = ", ".join(group.kind.name for group in state.groups)
-            raise ValueError(f"`kind` is {kind.name}, but this canary has the groups {have}.")
-        for group in chosen:
+        for group in state.groups_of(kind):
             device_state, _ = verify_launch(
                 group.endpoints("sweep", pool),
                 verify_plan,

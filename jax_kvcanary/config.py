@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from jax_kvcanary._checks import check_int
-from jax_kvcanary.constants import INT32_MAX, MAX_REAL_KV_SOURCES, RealKvHashMode
+from jax_kvcanary._checks import check_enum, check_int, check_probability
+from jax_kvcanary.constants import INT32_MAX, MAX_REAL_KV_SOURCES, PoolKind, RealKvHashMode
 
 _ENV_PREFIX = "KVCANARY_"
 
@@ -76,19 +76,62 @@ class CanaryConfig:
         Raises:
             ValueError: a value that cannot be read; the text names the variable, the value and what is allowed.
         """
-        environ = os.environ if environ is None else environ
-        values: dict[str, Any] = {"mode": CanaryMode.NONE}
-        for suffix, (field, parse) in _ENV_FIELDS.items():
-            text = environ.get(_ENV_PREFIX + suffix)
-            if text is None:
-                continue
-            value = parse(_ENV_PREFIX + suffix, text.strip())
-            try:
-                cls(**{"mode": CanaryMode.NONE, field: value})
-            except ValueError as error:  # the field's own message, under the name that the user set
-                raise ValueError(str(error).replace(f"`{field}", f"`{_ENV_PREFIX}{suffix}", 1)) from None
-            values[field] = value
-        return cls(**values)
+        return cls(**_read_env(cls, _ENV_FIELDS, {"mode": CanaryMode.NONE}, environ))
+
+
+class PerturbKind(str, Enum):
+    """A fault that :mod:`jax_kvcanary.perturb` plants; each names the function that does it."""
+
+    REQ_TO_TOKEN = "req_to_token"
+    NEXT_TOKENS = "next_tokens"
+    POSITION = "position"
+    LIVE_KV = "live_kv"
+    WRITTEN_KV = "written_kv"
+    CACHED_KV = "cached_kv"
+
+
+@dataclass(frozen=True)
+class PerturbConfig:
+    """Which faults to plant, and how often. Hashable; every field has a range that construction checks.
+
+    Fields:
+        kinds: the faults, see :class:`PerturbKind`; plain strings are taken too. None of them: nothing is ever changed.
+        probability: of each of them, in each step, between 0 and 1.
+        seed: of the random numbers; the same seed and step make the same fault of the same batch.
+        warmup_steps: steps at the start that are left alone.
+        target_group: whose slots are hit.
+
+    Raises:
+        ValueError: a value outside its range. TypeError: a value of another type.
+    """
+
+    kinds: tuple[PerturbKind, ...] = ()
+    probability: float = 1.0
+    seed: int = 0
+    warmup_steps: int = 0
+    target_group: PoolKind = PoolKind.FULL
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", _check_kinds(self.kinds))
+        object.__setattr__(self, "probability", check_probability(self.probability, "probability"))
+        check_int(self.seed, "seed", 0, INT32_MAX)
+        check_int(self.warmup_steps, "warmup_steps", 0, INT32_MAX)
+        object.__setattr__(self, "target_group", check_enum(self.target_group, "target_group", PoolKind))
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> PerturbConfig:
+        """The configuration that the ``KVCANARY_PERTURB_*`` environment variables describe.
+
+        Unset variables keep their field's default. ``KVCANARY_PERTURB_KINDS`` is a comma-separated list of kinds, or none,
+        ``KVCANARY_PERTURB_TARGET_GROUP`` full or swa.
+
+        Args:
+            environ: where to look; None is the process's environment.
+
+        Raises:
+            ValueError: a value that cannot be read; the text names the variable, the value and what is allowed.
+        """
+        return cls(**_read_env(cls, _PERTURB_ENV_FIELDS, {}, environ))
 
 
 @dataclass(frozen=True)
@@ -123,6 +166,25 @@ class CanaryLaunchCapacities:
         return cls(verify_capacity=verify_capacity, write_req_capacity=max_batch_size)
 
 
+def _read_env(
+    cls: type, fields: Mapping[str, tuple[str, Callable[[str, str], Any]]], required: dict[str, Any], environ: Mapping[str, str] | None
+) -> dict[str, Any]:
+    """Values of a configuration's fields by the variables that are set, behind those that it requires."""
+    environ = os.environ if environ is None else environ
+    values = dict(required)
+    for suffix, (field, parse) in fields.items():
+        text = environ.get(_ENV_PREFIX + suffix)
+        if text is None:
+            continue
+        value = parse(_ENV_PREFIX + suffix, text.strip())
+        try:
+            cls(**{**required, field: value})
+        except ValueError as error:  # the field's own message, under the name that the user set
+            raise ValueError(str(error).replace(f"`{field}", f"`{_ENV_PREFIX}{suffix}", 1)) from None
+        values[field] = value
+    return values
+
+
 def _enum_member(kind: type[Enum], value: Any, name: str) -> Enum:
     if not isinstance(value, bool):
         try:
@@ -140,6 +202,16 @@ def _check_layers(layers: Any) -> tuple[int, ...]:
     if not 1 <= len(layers) <= MAX_REAL_KV_SOURCES:
         raise ValueError(f"`real_kv_layers` has {len(layers)} layers, but it must name between 1 and {MAX_REAL_KV_SOURCES}.")
     return tuple(check_int(layer, f"real_kv_layers[{i}]", -INT32_MAX, INT32_MAX) for i, layer in enumerate(layers))
+
+
+def _check_kinds(kinds: Any) -> tuple[PerturbKind, ...]:
+    if isinstance(kinds, (str, bytes)) or not hasattr(kinds, "__iter__"):
+        raise TypeError(f"`kinds` is {kinds!r}, but it must be a tuple of kinds of faults.")
+    members: tuple[Any, ...] = tuple(_enum_member(PerturbKind, kind, f"kinds[{i}]") for i, kind in enumerate(kinds))
+    for kind in members:
+        if members.count(kind) > 1:
+            raise ValueError(f"`kinds` names {kind.value!r} {members.count(kind)} times, but it must name each kind once at most.")
+    return members
 
 
 def _parse_int(name: str, text: str) -> int:
@@ -178,6 +250,30 @@ def _parse_hash_mode(name: str, text: str) -> RealKvHashMode:
         raise ValueError(f"`{name}` is {text!r}, but it must be none, partial or all.") from None
 
 
+def _parse_float(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"`{name}` is {text!r}, but it must be a number.") from None
+
+
+def _parse_kinds(name: str, text: str) -> tuple[PerturbKind, ...]:
+    if text.lower() == "none":
+        return ()
+    try:
+        return tuple(PerturbKind(part.strip().lower()) for part in text.split(","))
+    except ValueError:
+        allowed = ", ".join(kind.value for kind in PerturbKind)
+        raise ValueError(f"`{name}` is {text!r}, but it must be none, or a comma-separated list of {allowed}.") from None
+
+
+def _parse_group(name: str, text: str) -> PoolKind:
+    try:
+        return PoolKind[text.upper()]
+    except KeyError:
+        raise ValueError(f"`{name}` is {text!r}, but it must be full or swa.") from None
+
+
 _ENV_FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "MODE": ("mode", _parse_mode),
     "RING_CAPACITY": ("ring_capacity", _parse_int),
@@ -188,4 +284,12 @@ _ENV_FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "ENABLE_V_HALF": ("enable_v_half", _parse_flag),
     "REAL_KV_LAYERS": ("real_kv_layers", _parse_layers),
     "STATS_EVERY_N_STEPS": ("stats_every_n_steps", _parse_int),
+}
+
+_PERTURB_ENV_FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "PERTURB_KINDS": ("kinds", _parse_kinds),
+    "PERTURB_PROBABILITY": ("probability", _parse_float),
+    "PERTURB_SEED": ("seed", _parse_int),
+    "PERTURB_WARMUP_STEPS": ("warmup_steps", _parse_int),
+    "PERTURB_TARGET_GROUP": ("target_group", _parse_group),
 }

@@ -182,6 +182,29 @@ def resolve_path(pool: Any, path: PoolPath) -> Any:
     return value
 
 
+def replace_at_path(pool: Any, path: PoolPath, array: Any) -> Any:
+    """The pool with another array at a path.
+
+    Raises:
+        ValueError: the pool has no such member, or what is there is not a leaf of its pytree.
+    """
+    leaves, structure = jax.tree.flatten(pool)
+    # A pool of marks shows which leaf the path leads to, whatever its class makes of attributes and indices.
+    marks = [_Mark(i) for i in range(len(leaves))]
+    mark = resolve_path(jax.tree.unflatten(structure, marks), path)
+    if not isinstance(mark, _Mark):
+        raise ValueError(f"`pool` of class {type(pool).__qualname__} has no leaf of its pytree at {path!r}, so it cannot be changed there.")
+    leaves[mark.index] = array
+    return jax.tree.unflatten(structure, leaves)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Stands for the leaf of a pytree with this index."""
+
+    index: int
+
+
 def check_sources(sources: Any, mode: Any, num_slots: int) -> tuple[RealKvSource, ...]:
     """Check the sources of one endpoint against its number of slots and return them as a tuple.
 

@@ -110,7 +110,7 @@ def test_all_is_complete_and_sorted():
         return isinstance(value, int) or getattr(value, "__module__", "").startswith("jax_kvcanary")
 
     own = {name for name, value in vars(kvc).items() if not name.startswith("_") and is_own(value)}
-    assert set(kvc.__all__) == own | {"__version__", "pools", "reference"}
+    assert set(kvc.__all__) == own | {"__version__", "perturb", "pools", "reference"}
 
     def kind_then_name(name):
         return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)

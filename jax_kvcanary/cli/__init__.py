@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Sequence
 
 #: The commands, by the names of their modules.
-COMMANDS = ("doctor", "report")
+COMMANDS = ("doctor", "report", "selftest")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
