@@ -77,7 +77,7 @@ def legal_lines(outcomes: Sequence[LegalOutcome]) -> list[str]:
 
 def _result(outcome: Outcome) -> tuple[str, str, str, str]:
     """What became of a fault in a mode, the largest number of steps, how many there may be, and the findings."""
-    from jax_kvcanary.violations import reason_text
+    from jax_kvcanary.explain import reason_text
 
     tags: dict[str, list[str]] = {}
     for reasons, tag in sorted(outcome.found_as):
