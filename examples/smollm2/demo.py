@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 import jax_kvcanary as kvc
-from jax_kvcanary.pools import MHATokenToKVPool
 from jax_kvcanary.explain import reason_text
+from jax_kvcanary.pools import MHATokenToKVPool
 from smollm2.engine import Engine, Run, Served
 from smollm2.model import ModelConfig, Params
 from smollm2.planted_bug import EarlyFree
