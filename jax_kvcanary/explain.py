@@ -46,7 +46,7 @@ def explain(violation: Violation) -> list[str]:
     lines += [f"{_name(reason)}: {REASONS[reason]}" for reason in FailReason if reason in violation.fail_reason]
     lines.append(f"usual cause: {usual_cause(violation)}")
     if violation.related_slots:
-        lines.append(f"other slots of request row {violation.request_row} that broke: {_some(violation.related_slots)}")
+        lines.append(f"also broken in request row {violation.request_row}: {_some(violation.related_slots)}")
     return lines
 
 
@@ -104,7 +104,7 @@ def _expected_and_found(violation: Violation) -> tuple[str, str]:
 
 
 def _some(slots: Sequence[int]) -> str:
-    shown = ", ".join(map(str, slots[:_MAX_SLOTS]))
+    shown = f"{'slots' if len(slots) > 1 else 'slot'} {', '.join(map(str, slots[:_MAX_SLOTS]))}"
     more = len(slots) - _MAX_SLOTS
     return f"{shown} and {more} more" if more > 0 else shown
 

@@ -39,7 +39,7 @@ def violation(reasons, *, tag=Tag.TAIL_K_FULL, slot=7, position=3, stored=11, ex
 def lines_of(finding):
     """The lines of a report's text by what stands before the colon, those of reasons left out."""
     lines = (line.strip().split(": ", 1) for line in str(finding).splitlines()[2:])
-    return {name: text for name, text in lines if name in ("expected", "found", "usual cause") or name.startswith("other slots")}
+    return {name: text for name, text in lines if name in ("expected", "found", "usual cause") or name.startswith("also broken")}
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,10 @@ def test_other_slots_of_the_same_request():
     rows = [(7, 1), (9, 1), (7, 1), (8, 2), (30, None), (-1, 1), (5, 1)]
     found = with_related_slots([violation(CHAIN, slot=slot, request_row=row) for slot, row in rows])
     assert [finding.related_slots for finding in found] == [(9, 5), (7, 5), (9, 5), (), (), (7, 9, 5), (7, 9)]
-    assert lines_of(found[0])["other slots of request row 1 that broke"] == "9, 5"
-    assert not any(name.startswith("other") for name in lines_of(found[3]))
+    assert lines_of(found[0])["also broken in request row 1"] == "slots 9, 5"
+    assert not any(name.startswith("also") for name in lines_of(found[3]))
     many = with_related_slots([violation(CHAIN, slot=slot, request_row=4) for slot in range(1, 21)])
-    assert lines_of(many[0])["other slots of request row 4 that broke"] == "2, 3, 4, 5, 6, 7, 8, 9 and 11 more"
+    assert lines_of(many[0])["also broken in request row 4"] == "slots 2, 3, 4, 5, 6, 7, 8, 9 and 11 more"
 
 
 def test_violations_as_data():

@@ -116,7 +116,7 @@ def test_lines_of_a_small_map():
         "Slot map, one slot each",
         " 0  0AAXA············",
         "    X    finding, KV bytes changed: 1 slot",
-        "    A    request A (4 slots, ends in slot 4): broken",
+        "    A    request A (4 slots, ends in slot 4), where the finding is",
         "    ·    empty (never written, or released): 12 slots",
         "    0    slot 0, padding",
         "",

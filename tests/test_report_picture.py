@@ -238,11 +238,14 @@ def test_findings_of_another_group_are_not_hidden(incident):
 def test_a_slot_that_was_written_again_is_said(incident):
     server_dump = incident("kv_flip").pool.dump
     records = server_dump.groups[0].k_tail.copy()
-    records[86, :2] = 5, 9
-    group = dataclasses.replace(server_dump.groups[0], k_tail=records)
-    got = Incident.of(dataclasses.replace(server_dump, groups=(group,)))
-    assert got.finding.changed
-    assert "Slot 86 was written again after the finding: the map and the strip show it as it is now." in got.notes
+    for record, now in (([5, 9, 7, 0], "which has token 5 at position 9"), ([-1] * 4, "which is empty")):
+        records[86] = record
+        group = dataclasses.replace(server_dump.groups[0], k_tail=records)
+        got = Incident.of(dataclasses.replace(server_dump, groups=(group,)))
+        assert got.finding.changed
+        assert "Slot 86 was written again after the finding: the map and the strip show it as it is now." in got.notes
+        assert got.headline.startswith("Slot 86 (position ")
+        assert got.headline.endswith(f") was overwritten: first its KV bytes, and by now its record too, {now}.")
 
 
 def test_groups_and_halves_that_a_dump_lacks(incident):

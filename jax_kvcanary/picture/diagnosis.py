@@ -276,7 +276,15 @@ def sentence(pool: Pool, finding: Finding) -> str:
         return f"Slot {slot} holds position {violation.position} where {place} is expected"
     if FailReason.VERIFY_TOKEN_MISMATCH in reasons:
         return f"Slot {slot}, {place}, holds token {violation.stored_token} where token {violation.expected_token} is expected"
+    if finding.changed:
+        return f"Slot {slot} ({place}) was overwritten: first its KV bytes, and by now its record too, {_record_now(pool, slot)}"
     return f"KV bytes of slot {slot} ({place}) changed, and its record did not"
+
+
+def _record_now(pool: Pool, slot: int) -> str:
+    if not pool.chains.written[slot]:
+        return "which is empty"
+    return f"which has token {pool.chains.records[slot, TOKEN]} at position {pool.chains.position(slot)}"
 
 
 def _foreign(finding: Finding, place: str) -> str:

@@ -221,7 +221,7 @@ def _legend(pool: Pool, finding: Finding | None, state: np.ndarray, requests: in
     others = f"{'other ' if finding is not None else ''}{live}"
     lines: list[tuple[SlotState, str]] = []
     if finding is not None:
-        lines.append((SlotState.VICTIM, f"{_described(finding.victim)}: broken"))
+        lines.append((SlotState.VICTIM, f"{_described(finding.victim)}, where the finding is"))
         if finding.other is not None and finding.other.name != finding.victim.name:
             lines.append((SlotState.OTHER, f"{_described(finding.other)}: its record is in slot {finding.slot}"))
     lines += [

@@ -192,10 +192,10 @@ def _draw_legend(incident: Incident, axes: Any) -> None:
     labels: list[str] = []
     for kind in FindingKind:
         slots = int((incident.marked_kind == kind).sum())
-        if slots:
-            text = f"finding, {FINDING_KINDS[kind][1]}: {counted(slots, 'slot')}"
+        if slots or (kind is not FindingKind.RANGE and (incident.kinds == kind).any()):
+            where = counted(slots, "slot") if slots else "in the timeline"  # on the map another one of the same slot stands before it
             handles.append(_marker(kind))
-            labels.append(_wrapped(text))
+            labels.append(_wrapped(f"finding, {FINDING_KINDS[kind][1]}: {where}"))
     if incident.finding is not None and incident.finding.rightful is not None:
         handles.append(Line2D([], [], linestyle="none", marker="o", color="black", fillstyle="none", markersize=9))
         labels.append(_wrapped(f"slot {incident.finding.rightful}: holds the record that is missing"))
