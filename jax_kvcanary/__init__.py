@@ -5,6 +5,7 @@ See README.md for a loop that uses it, and :class:`Canary` for the pieces of one
 
 from importlib.metadata import version
 
+import jax_kvcanary._ffi  # noqa: F401 - first, for its sentence where the package is not installed
 from jax_kvcanary import perturb, pools, reference
 from jax_kvcanary.batch import ForwardBatch
 from jax_kvcanary.buffers import CanaryBufferGroup, CanaryState, fresh_records

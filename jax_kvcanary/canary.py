@@ -157,9 +157,7 @@ class Canary:
         Args:
             step: steps so far, this one included.
         """
-        step = check_int(step, "step", 0, INT64_MAX)
-        interval = self.config.sweep_interval
-        return interval > 0 and step > 0 and step % interval == 0
+        return _is_due(step, self.config.sweep_interval)
 
     def wrap(self, forward: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[CanaryState, CanaryReport, Any, Any]]:
         """Bracket a forward: ``forward(*args, batch, pool) -> (out, pool)``.
@@ -253,8 +251,7 @@ class Canary:
 
     def stats_due(self, step: int) -> bool:
         """Whether ``config.stats_every_n_steps`` asks for statistics at this step of the loop's own count."""
-        check_int(step, "step", 0, INT32_MAX)
-        return self.config.stats_every_n_steps > 0 and step % self.config.stats_every_n_steps == 0
+        return _is_due(step, self.config.stats_every_n_steps)
 
     def dump(
         self,
@@ -411,6 +408,12 @@ def install_canary(
         state = jax.device_put(state, next(iter(devices)))
     tables = tuple(group.swa_index_lut for group in groups if group.kind is PoolKind.SWA and group.swa_index_lut is not None)
     return Canary(config, capacities, swa_window_size, tables), state
+
+
+def _is_due(step: int, interval: int) -> bool:
+    """Whether another ``interval`` steps are full; never where it is 0."""
+    step = check_int(step, "step", 0, INT64_MAX)
+    return step > 0 and interval > 0 and step % interval == 0
 
 
 def _devices(tree: Any) -> set[jax.Device]:

@@ -43,7 +43,8 @@ def explain(violation: Violation) -> list[str]:
     """The lines below the first two of a report."""
     expected, found = _expected_and_found(violation)
     lines = [f"expected: {expected}", f"found: {found}"]
-    lines += [f"{_name(reason)}: {REASONS[reason]}" for reason in FailReason if reason in violation.fail_reason]
+    reasons = {**REASONS, REAL_KV: "the slot has no fingerprint of KV bytes"} if is_fresh(violation) else REASONS
+    lines += [f"{_name(reason)}: {reasons[reason]}" for reason in FailReason if reason in violation.fail_reason]
     lines.append(f"usual cause: {usual_cause(violation)}")
     if violation.related_slots:
         lines.append(f"also broken in request row {violation.request_row}: {_some(violation.related_slots)}")
@@ -95,7 +96,7 @@ def _expected_and_found(violation: Violation) -> tuple[str, str]:
         expected.append(f"token {v.expected_token}")
     if POSITION in reasons:
         expected.append("the position that the request has there")
-    if REAL_KV in reasons:
+    if REAL_KV in reasons and not is_fresh(v):
         expected.append("the KV bytes that were fingerprinted")
     if is_fresh(v):
         return "; ".join(expected), "a record that nothing has written since it was allocated or released"

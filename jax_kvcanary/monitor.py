@@ -138,7 +138,13 @@ class CanaryMonitor:
         by_reason = self._counts.reasons_text() if dropped else ""
         if self._canary.config.mode is CanaryMode.RAISE:
             if new or dropped:
-                raise CanaryViolationError(self._violations, self._counts.violations, by_reason) from unhealthy
+                raise CanaryViolationError(
+                    self._violations,
+                    self._counts.violations,
+                    by_reason,
+                    earlier=len(self._violations) - len(new),
+                    earlier_total=before.violations,
+                ) from unhealthy
             if unhealthy is not None:
                 raise unhealthy
             return

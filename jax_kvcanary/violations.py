@@ -140,14 +140,25 @@ def violations_to_dict(violations: Sequence[Violation], total: int | None = None
 class CanaryViolationError(RuntimeError):
     """The cache is corrupted. ``violations`` has every row that the ring kept so far, ``total`` counts those that it did not, too.
 
-    ``by_reason`` says how many there were of each kind, where some were not kept: a flood hides no other kind.
+    ``new`` has those that no earlier error had, and the text begins with them. Where some were not kept, it says how many there were of
+    each kind: a flood hides no other kind.
     """
 
-    def __init__(self, violations: Sequence[Violation], total: int | None = None, by_reason: str = "") -> None:
+    def __init__(
+        self,
+        violations: Sequence[Violation],
+        total: int | None = None,
+        by_reason: str = "",
+        *,
+        earlier: int = 0,
+        earlier_total: int | None = None,
+    ) -> None:
+        """The first ``earlier`` violations, of ``earlier_total`` then counted, were raised before."""
         self.violations = tuple(violations)
         self.total = len(self.violations) if total is None else total
-        shown = "\n".join(str(violation) for violation in self.violations[:8])
-        more = self.total - min(len(self.violations), 8)
+        self.new = self.violations[earlier:]
+        shown = "\n".join(str(violation) for violation in self.new[:8])
+        more = self.total - (earlier if earlier_total is None else earlier_total) - len(self.new[:8])
         if more > 0:
             shown += f"\n{more} more violations were recorded."
         super().__init__(f"{shown}\nBy launch tag and reason: {by_reason}." if by_reason else shown)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
+import shutil
+import subprocess
+import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,3 +205,17 @@ def test_programs_for_a_gpu_fail_with_the_sentence():
     verify_plan = kvc.plan(kvc.PlanInput(table[0], table[0], table[0]), table, verify_capacity=5).verify
     with pytest.raises(Exception, match="installed without its CUDA module"):
         jax.block_until_ready(kvc.verify_step(kvc.fresh_records(3), verify_plan, state, tag=0))
+
+
+def test_the_source_folder_alone_says_what_is_missing(tmp_path):
+    """Where the sources stand before an installation, or without one, the first import says so."""
+    shutil.copytree(Path(kvc.__file__).parent, tmp_path / "jax_kvcanary", ignore=shutil.ignore_patterns("*.so", "pallas", "__pycache__"))
+    code = (
+        "import sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if isinstance(f, type)]  # without the finders of an editable installation\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import jax_kvcanary\n"
+    )
+    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert "the package was imported from its source folder without being installed" in run.stderr

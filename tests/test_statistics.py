@@ -200,8 +200,10 @@ def test_after_a_raise_the_log_is_reset_and_the_loop_goes_on():
     found = corrupt_and_read(loop, 6)
     with pytest.raises(kvc.CanaryViolationError) as caught:
         loop.monitor.flush(loop.state)
-    # Three rows are in the ring again, the first of which was reported before the reset as well.
+    # The text begins with what is new.
     assert len(found) == 2
+    assert caught.value.new == caught.value.violations[2:]
+    assert str(caught.value) == "\n".join(map(str, caught.value.new))
     assert (len(caught.value.violations), caught.value.total) == (4, 4)
     assert [violation.step for violation in caught.value.violations] == [2, 2, 4, 4]
 
