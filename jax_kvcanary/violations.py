@@ -33,7 +33,7 @@ class Violation:
         step: forward pass whose report first showed the row, counted from 1; None where the row was decoded without a report.
         earliest_step: first pass that it can come from, when several passed between two reports.
         request_row: row of ``req_to_token`` whose request the slot was checked or written for; None where it was none's.
-        related_slots: other slots of the same request row that findings of the same report name.
+        related_slots: other slots of the same request row and the same pool that findings of the same report name.
     """
 
     launch_tag: CanaryLaunchTag
@@ -101,19 +101,24 @@ class Violation:
 
 
 def with_related_slots(violations: Sequence[Violation]) -> list[Violation]:
-    """The violations of one report, each with the other slots of its request row."""
-    slots: dict[int, dict[int, None]] = defaultdict(dict)  # by request row, in order, each once
+    """The violations of one report, each with the other slots of its request row in the same pool: every pool has its own numbering."""
+    slots: dict[tuple[int, str], dict[int, None]] = defaultdict(dict)  # by request row and pool, in order, each once
     for violation in violations:
         if violation.request_row is not None and violation.slot_idx >= 0:
-            slots[violation.request_row][violation.slot_idx] = None
+            slots[violation.request_row, _pool_of(violation)][violation.slot_idx] = None
     return [
         violation
         if violation.request_row is None
         else dataclasses.replace(
-            violation, related_slots=tuple(slot for slot in slots[violation.request_row] if slot != violation.slot_idx)
+            violation,
+            related_slots=tuple(slot for slot in slots[violation.request_row, _pool_of(violation)] if slot != violation.slot_idx),
         )
         for violation in violations
     ]
+
+
+def _pool_of(violation: Violation) -> str:
+    return violation.launch_tag.name.split("_")[-1]
 
 
 def violations_to_dict(violations: Sequence[Violation], total: int | None = None) -> dict[str, Any]:

@@ -103,6 +103,13 @@ def test_other_slots_of_the_same_request():
     assert lines_of(many[0])["other slots of request row 4 that broke"] == "2, 3, 4, 5, 6, 7, 8, 9 and 11 more"
 
 
+def test_slots_of_another_pool_are_not_mixed_in():
+    """A full pool and a window's number their slots apart: slot 9 of one is not slot 9 of the other."""
+    tags = [(7, Tag.HEAD_K_FULL), (9, Tag.TAIL_V_FULL), (9, Tag.HEAD_K_SWA), (3, Tag.TAIL_K_SWA)]
+    found = with_related_slots([violation(CHAIN, slot=slot, tag=tag, request_row=1) for slot, tag in tags])
+    assert [finding.related_slots for finding in found] == [(9,), (7,), (3,), (9,)]
+
+
 def test_violations_as_data():
     findings = [
         violation(CHAIN | POSITION, step=41, earliest_step=40, request_row=2, related_slots=(9,)),
