@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jax_kvcanary.constants import CanaryLaunchTag, FailReason
-from jax_kvcanary.explain import explain, reason_text, usual_cause
+from jax_kvcanary.explain import explain, names_a_parent, reason_text, usual_cause
 
 _UINT64 = (1 << 64) - 1
 
@@ -23,13 +23,14 @@ class Violation:
     Fields:
         launch_tag: the launch that found it: phase, half and group.
         fail_reason: one or more reasons.
-        slot_idx: slot in the group's own numbering, -1 where a row as a whole is at fault.
+        slot_idx: slot in the group's own numbering, -1 where a row as a whole is at fault; the parent, where an entry of a tree names
+            one that it cannot follow (SLOT_OUT_OF_RANGE).
         position: the position stored there (verify), or written (write).
         stored_token: the token stored there, or written.
         expected_token: the token expected, -1 where none was.
         stored_chain_hash: unsigned 64-bit; the predecessor's hash in the record, or the running hash of a write.
         expected_aux: unsigned 64-bit; the hash that the chain asks for, the expected position of a write, or the number of slots
-            (SLOT_OUT_OF_RANGE; tokens, for a row that left the token arrays).
+            (SLOT_OUT_OF_RANGE; tokens, for a row that left the token arrays; the entry's own index, for a bad parent).
         step: forward pass whose report first showed the row, counted from 1; None where the row was decoded without a report.
         earliest_step: first pass that it can come from, when several passed between two reports.
         request_row: row of ``req_to_token`` whose request the slot was checked or written for; None where it was none's.
@@ -104,7 +105,7 @@ def with_related_slots(violations: Sequence[Violation]) -> list[Violation]:
     """The violations of one report, each with the other slots of its request row in the same pool: every pool has its own numbering."""
     slots: dict[tuple[int, str], dict[int, None]] = defaultdict(dict)  # by request row and pool, in order, each once
     for violation in violations:
-        if violation.request_row is not None and violation.slot_idx >= 0:
+        if violation.request_row is not None and violation.slot_idx >= 0 and not names_a_parent(violation):
             slots[violation.request_row, _pool_of(violation)][violation.slot_idx] = None
     return [
         violation

@@ -92,6 +92,24 @@ def test_an_index_that_does_not_exist():
     }
 
 
+def test_a_parent_of_another_row():
+    """A slot that exists is never out of range, so this is entry 2, named as the parent of entry 7."""
+    finding = violation(RANGE, tag=Tag.HEAD_K_FULL, slot=2, position=8, aux=7, request_row=1)
+    assert lines_of(finding) == {
+        "expected": "a parent in the same row as entry 7 of the token arrays and before it, or a negative one",
+        "found": "entry 2, for token 11 at position 8",
+        "usual cause": "parents that count from the beginning of their row, or of another batch: they count through the token arrays",
+    }
+    assert "the array ends" not in str(finding)
+    found = with_related_slots([finding, violation(WRITE_POSITION, tag=Tag.HEAD_K_FULL, slot=9, request_row=1)])
+    assert [finding.related_slots for finding in found] == [(9,), ()]
+
+
+def test_an_index_of_a_write_may_be_a_parent():
+    finding = violation(RANGE, tag=Tag.HEAD_K_FULL, slot=99, aux=7)
+    assert lines_of(finding)["usual cause"] == f"{NO_INDEX}; or, in a tree, a wrong entry of parents"
+
+
 def test_other_slots_of_the_same_request():
     """Each slot once, in the order of the findings; rows of other requests and of none are not mixed in."""
     rows = [(7, 1), (9, 1), (7, 1), (8, 2), (30, None), (-1, 1), (5, 1)]
