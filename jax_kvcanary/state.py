@@ -205,3 +205,11 @@ def check_device_state(state: Any, name: str = "device_state") -> CanaryDeviceSt
             f"a violation ring of {capacity} rows",
         )
     return state
+
+
+def zero_behind_launches(device_state: CanaryDeviceState) -> ArrayLike:
+    """An int32 zero [1] that follows from what the launches so far have logged, in a way that XLA does not see through.
+
+    What the launches read in place, and something else is about to change in place, needs an order between the two, or XLA copies it.
+    """
+    return jnp.minimum(device_state.violation_log.violation_write_index & INT32_MAX, 0)
