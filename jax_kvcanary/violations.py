@@ -152,8 +152,13 @@ class CanaryViolationError(RuntimeError):
     def __init__(self, violations: Sequence[Violation], total: int | None = None, by_reason: str = "") -> None:
         self.violations = tuple(violations)
         self.total = len(self.violations) if total is None else total
+        self.by_reason = by_reason
         shown = "\n".join(str(violation) for violation in self.violations[:8])
         more = self.total - min(len(self.violations), 8)
         if more > 0:
             shown += f"\n{more} more violations were recorded."
         super().__init__(f"{shown}\nBy launch tag and reason: {by_reason}." if by_reason else shown)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made again from its fields where it goes to another process, not from its text."""
+        return type(self), (self.violations, self.total, self.by_reason)
