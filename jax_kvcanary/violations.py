@@ -35,6 +35,7 @@ class Violation:
         earliest_step: first pass that it can come from, when several passed between two reports.
         request_row: row of ``req_to_token`` whose request the slot was checked or written for; None where it was none's.
         related_slots: other slots of the same request row and the same pool that findings of the same report name.
+        log_place: how often the log had been reset, and the row of its ring; None where it was decoded without a monitor.
     """
 
     launch_tag: CanaryLaunchTag
@@ -49,6 +50,7 @@ class Violation:
     earliest_step: int | None = None
     request_row: int | None = None
     related_slots: tuple[int, ...] = ()
+    log_place: tuple[int, int] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @classmethod
     def from_row(
@@ -58,6 +60,7 @@ class Violation:
         step: int | None = None,
         earliest_step: int | None = None,
         request_row: int | None = None,
+        log_place: tuple[int, int] | None = None,
     ) -> Violation:
         """Decode eight int64 of the ring; a negative request row is none."""
         tag, slot, position, stored, expected, chain_hash, aux, reasons = (int(field) for field in row)
@@ -73,6 +76,7 @@ class Violation:
             step=step,
             earliest_step=earliest_step,
             request_row=None if request_row is None or request_row < 0 else int(request_row),
+            log_place=log_place,
         )
 
     def first_line(self) -> str:
@@ -132,6 +136,7 @@ def violations_to_dict(violations: Sequence[Violation], total: int | None = None
     rows = []
     for violation in violations:
         row = dataclasses.asdict(violation)
+        del row["log_place"]
         row["launch_tag"] = violation.launch_tag.name
         row["fail_reason"] = reason_text(violation.fail_reason).split("+")
         row["related_slots"] = list(violation.related_slots)
