@@ -22,7 +22,10 @@ _INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 def as_array(value: ArrayLike) -> ArrayLike:
     """The value itself where it is an array already, else a NumPy array of it (Python lists and integers)."""
-    return value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return value
+    array = np.asarray(value)
+    return array if array.size else array.astype(np.int64)  # an empty list has no dtype of its own
 
 
 def check_array(value: Any, name: str) -> None:

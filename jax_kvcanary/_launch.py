@@ -138,15 +138,16 @@ def _log_arrays(state: CanaryDeviceState) -> list[ArrayLike]:
 
 def _with_log_arrays(state: CanaryDeviceState, arrays: Sequence[jax.Array]) -> CanaryDeviceState:
     ring, write_index, kernel_runs, slot_runs, fail_reasons, skips, request_rows = arrays
-    log = state.violation_log
+    log = dataclasses.replace(
+        state.violation_log,
+        violation_ring=ring,
+        violation_write_index=write_index,
+        violation_request_rows=None if state.violation_log.violation_request_rows is None else request_rows,
+    )
+    object.__setattr__(log, "launched", True)
     return dataclasses.replace(
         state,
-        violation_log=dataclasses.replace(
-            log,
-            violation_ring=ring,
-            violation_write_index=write_index,
-            violation_request_rows=None if log.violation_request_rows is None else request_rows,
-        ),
+        violation_log=log,
         kernel_run_counters=kernel_runs,
         slot_run_counters=slot_runs,
         fail_reason_counters=fail_reasons,

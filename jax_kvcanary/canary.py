@@ -27,7 +27,7 @@ from jax_kvcanary.pools import attach_canary_buffers
 from jax_kvcanary.records import release_records
 from jax_kvcanary.report import CanaryReport
 from jax_kvcanary.sources import PoolPath, resolve_path
-from jax_kvcanary.state import CanaryDeviceState
+from jax_kvcanary.state import CanaryDeviceState, zero_behind_launches
 from jax_kvcanary.swa_statistics import SwaDivergence, add_divergences, swa_divergence
 from jax_kvcanary.verify import verify_launch
 from jax_kvcanary.violations import Violation
@@ -159,6 +159,30 @@ class Canary:
         """
         return _is_due(step, self.config.sweep_interval)
 
+    def in_order(self, state: CanaryState, batch: ForwardBatch) -> ForwardBatch:
+        """The batch for a further forward on the same pool in one jitted program; :meth:`wrap` takes care of it by itself.
+
+        The launches behind a forward read the pool where it lies. The next forward changes it there, and does not depend on them: without
+        an order between the two, XLA copies the pool. Here, ``out_cache_loc`` gets that order; no value changes.
+
+        Args:
+            state: as the ``post_forward`` before returned it, if need be with its expected tokens set since.
+            batch: the batch of the next forward, for it and for both halves of the canary.
+
+        Returns:
+            The batch; the same one where no forward came before it in this program.
+        """
+        check_type(state, "state", CanaryState)
+        check_type(batch, "batch", ForwardBatch)
+        slots = batch.out_cache_loc
+        # Outside of a program every operation waits for those before it; a wide constant would not keep its type.
+        traced = isinstance(slots, jax.core.Tracer) and slots.dtype in (jnp.int32, jnp.int64)
+        if not traced or not state.device_state.violation_log.launched:
+            return batch
+        with jax.enable_x64(True):
+            slots = slots + zero_behind_launches(state.device_state).astype(slots.dtype)
+        return dataclasses.replace(batch, out_cache_loc=slots)
+
     def wrap(self, forward: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[CanaryState, CanaryReport, Any, Any]]:
         """Bracket a forward: ``forward(*args, batch, pool) -> (out, pool)``.
 
@@ -171,9 +195,10 @@ class Canary:
                 raise TypeError(
                     "The wrapped forward takes the canary's state first, and `batch` and `pool` as its last two positional arguments."
                 )
-            batch, pool = args[-2:]
+            *others, batch, pool = args
+            batch = self.in_order(state, batch)
             state, step = self.pre_forward(state, batch, pool)
-            out, pool = forward(*args, **kwargs)
+            out, pool = forward(*others, batch, pool, **kwargs)
             state, report = self.post_forward(state, step, batch, pool)
             return state, report, out, pool
 

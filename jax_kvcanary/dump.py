@@ -170,7 +170,7 @@ def write_dump(
     rows = log.rows()
     arrays: dict[str, ArrayLike | None] = {
         "violation_rows": rows,
-        "violation_steps": _steps_of_rows(rows, violations),
+        "violation_steps": _steps_of_rows(rows, violations, resets=0 if log.reset_count is None else int(np.asarray(log.reset_count)[0])),
         "violation_request_rows": _request_rows(log),
         "kernel_run_counters": to_int64(device_state.kernel_run_counters),
         "slot_run_counters": to_int64(device_state.slot_run_counters),
@@ -311,14 +311,15 @@ def _host_integers(value: ArrayLike, name: str, shape: tuple[int | None, ...], m
     return np.asarray(value)
 
 
-def _steps_of_rows(rows: np.ndarray, violations: Sequence[Violation]) -> np.ndarray:
+def _steps_of_rows(rows: np.ndarray, violations: Sequence[Violation], *, resets: int = 0) -> np.ndarray:
     """The step of each row of the ring, int64 [n], -1 where none of the violations handled is this row.
 
     The monitor handles rows in order, some may be newer than what it saw, and it may have seen a log that was reset since. So the end of
-    its list is the beginning of the ring.
+    its list is the beginning of the ring. Of rows from before a reset, which may look the same, a monitor's say that they are.
     """
     for i, violation in enumerate(violations):
         check_type(violation, f"violations[{i}]", Violation)
+    violations = [violation for violation in violations if violation.log_place is None or violation.log_place[0] == resets]
     known = np.array([_row(violation) for violation in violations], np.int64).reshape(-1, VIOLATION_FIELDS)
     steps = np.full(len(rows), -1, np.int64)
     for count in range(min(len(known), len(rows)), 0, -1):

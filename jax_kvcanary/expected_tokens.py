@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvcanary._checks import ArrayLike, check_dtype, check_shape, index_array, token_array
-from jax_kvcanary.constants import INT32_MAX
 from jax_kvcanary.pallas import scatter_tokens
-from jax_kvcanary.state import CanaryDeviceState, check_device_state
+from jax_kvcanary.state import CanaryDeviceState, check_device_state, zero_behind_launches
 
 
 def set_expected_tokens(
@@ -55,7 +54,8 @@ def set_expected_tokens(
     if start_positions is None:
         start_positions = jnp.zeros_like(reqs)
     starts = index_array(start_positions, "start_positions", tuple(reqs.shape), each)
-    table = scatter_tokens(table, reqs + _zero_behind_launches(device_state), lengths, starts, tokens)
+    # Plans read the table before the launches so far. A store that did not depend on them could come first, and XLA would copy the table.
+    table = scatter_tokens(table, reqs + zero_behind_launches(device_state), lengths, starts, tokens)
     return dataclasses.replace(device_state, req_to_verify_expected_tokens=table)
 
 
@@ -88,14 +88,6 @@ def append_expected_tokens(
     positions = index_array(positions, "positions", tuple(reqs.shape), each)
     tokens = token_array(tokens, "tokens", tuple(reqs.shape), each)
     return set_expected_tokens(device_state, reqs, tokens, jnp.ones_like(reqs), start_positions=positions)
-
-
-def _zero_behind_launches(device_state: CanaryDeviceState) -> ArrayLike:
-    """An int32 zero [1] that follows from what the launches so far have logged, in a way that XLA does not see through.
-
-    Plans read the table before those launches. A store that did not depend on them could come first, and XLA would copy the table.
-    """
-    return jnp.minimum(device_state.violation_log.violation_write_index & INT32_MAX, 0)
 
 
 def _table(device_state: CanaryDeviceState) -> ArrayLike:

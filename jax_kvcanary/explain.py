@@ -39,12 +39,21 @@ def is_fresh(violation: Violation) -> bool:
     return violation.position == violation.stored_token == -1 and violation.stored_chain_hash == _FRESH_HASH
 
 
+def names_a_parent(violation: Violation) -> bool:
+    """Whether the index is surely no slot but the parent of an entry: of another row, since slots that exist are never out of range."""
+    return OUT_OF_RANGE in violation.fail_reason and 0 <= violation.slot_idx < violation.expected_aux
+
+
 def explain(violation: Violation) -> list[str]:
     """The lines below the first two of a report."""
     expected, found = _expected_and_found(violation)
     lines = [f"expected: {expected}", f"found: {found}"]
-    reasons = {**REASONS, REAL_KV: "the slot has no fingerprint of KV bytes"} if is_fresh(violation) else REASONS
-    lines += [f"{_name(reason)}: {reasons[reason]}" for reason in FailReason if reason in violation.fail_reason]
+    meanings = dict(REASONS)
+    if is_fresh(violation):
+        meanings[REAL_KV] = "the slot has no fingerprint of KV bytes"
+    if names_a_parent(violation):
+        meanings[OUT_OF_RANGE] = "the token follows no such entry of the token arrays"
+    lines += [f"{_name(reason)}: {meanings[reason]}" for reason in FailReason if reason in violation.fail_reason]
     lines.append(f"usual cause: {usual_cause(violation)}")
     if violation.related_slots:
         lines.append(f"also broken in request row {violation.request_row}: {_some(violation.related_slots)}")
@@ -54,8 +63,12 @@ def explain(violation: Violation) -> list[str]:
 def usual_cause(violation: Violation) -> str:
     """What most often leads to this combination of reasons."""
     reasons = violation.fail_reason
+    if names_a_parent(violation):
+        return "parents that count from the beginning of their row, or of another batch: they count through the token arrays"
     if OUT_OF_RANGE in reasons:
-        return "an entry of req_to_token, the SWA table or out_cache_loc that was never set, was cleared too early, or was overwritten"
+        cause = "an entry of req_to_token, the SWA table or out_cache_loc that was never set, was cleared too early, or was overwritten"
+        # Of a write, it may be a parent that is not before its entry.
+        return cause if violation.stored_token == -1 else f"{cause}; or, in a tree, a wrong entry of parents"
     if reasons & (WRITE_TOKEN | WRITE_POSITION):
         return _cause_of_write(violation)
     if is_fresh(violation):
@@ -84,6 +97,9 @@ def _expected_and_found(violation: Violation) -> tuple[str, str]:
     if OUT_OF_RANGE in reasons:
         if v.slot_idx == -1:
             return f"entries below {v.expected_aux}, the number of tokens", "a row of the write plan that reaches outside"
+        if names_a_parent(v):
+            before = f"a parent in the same row as entry {v.expected_aux} of the token arrays and before it, or a negative one"
+            return before, f"entry {v.slot_idx}, for token {v.stored_token} at position {v.position}"
         where = f"for position {v.position}" if v.position >= 0 else "among slots that were released or that records were moved to"
         return f"an index from 0 to {v.expected_aux - 1}", f"{v.slot_idx}, {where}"
     if reasons & (WRITE_TOKEN | WRITE_POSITION):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,7 @@ class CanaryHealthError(RuntimeError):
         """``last_ran`` has, for each tag that is missing, the last check before which it still ran."""
         self.tags = tuple(sorted(last_ran))
         self.step = step
+        self._made_of = (dict(last_ran), step, sweep_interval)
         names = ", ".join(f"{tag.name} (not since step {last_ran[tag]})" for tag in self.tags)
         causes = [
             "a state that pre_forward, post_forward or sweep returned was dropped",
@@ -42,6 +44,10 @@ class CanaryHealthError(RuntimeError):
             f"kv_canary: by step {step} these launches should have run again and did not: {names}. "
             f"Usual causes: {', '.join(causes[:-1])}, or {causes[-1]}."
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made again from what it was made of where it goes to another process, not from its text."""
+        return type(self), self._made_of
 
 
 def launch_tags(groups: Iterable[CanaryBufferGroup], *, sweeps: bool) -> frozenset[CanaryLaunchTag]:

@@ -173,7 +173,7 @@ class CanaryMonitor:
         request_rows = [None] * len(rows) if report.violation_request_rows is None else np.asarray(report.violation_request_rows)
         new = with_related_slots(
             [
-                Violation.from_row(rows[i], step=step, earliest_step=earliest, request_row=request_rows[i])
+                Violation.from_row(rows[i], step=step, earliest_step=earliest, request_row=request_rows[i], log_place=(now.reset_count, i))
                 for i in range(self._rows_seen, len(rows))
             ]
         )

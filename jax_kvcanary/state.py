@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,10 @@ class ViolationLog:
     violation_write_index: ArrayLike
     violation_request_rows: ArrayLike | None = None
     reset_count: ArrayLike | None = None
+
+    #: Whether launches of the program that is being traced have written this log. No part of the pytree, so that a log which enters a
+    #: program, or comes back from one, is not marked.
+    launched: ClassVar[bool] = False
 
     @classmethod
     def allocate(cls, *, ring_capacity: int) -> ViolationLog:
@@ -205,3 +209,11 @@ def check_device_state(state: Any, name: str = "device_state") -> CanaryDeviceSt
             f"a violation ring of {capacity} rows",
         )
     return state
+
+
+def zero_behind_launches(device_state: CanaryDeviceState) -> ArrayLike:
+    """An int32 zero [1] that follows from what the launches so far have logged, in a way that XLA does not see through.
+
+    What the launches read in place, and something else is about to change in place, needs an order between the two, or XLA copies it.
+    """
+    return jnp.minimum(device_state.violation_log.violation_write_index & INT32_MAX, 0)

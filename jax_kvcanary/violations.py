@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jax_kvcanary.constants import CanaryLaunchTag, FailReason
-from jax_kvcanary.explain import explain, reason_text, usual_cause
+from jax_kvcanary.explain import explain, names_a_parent, reason_text, usual_cause
 
 _UINT64 = (1 << 64) - 1
 
@@ -23,17 +23,19 @@ class Violation:
     Fields:
         launch_tag: the launch that found it: phase, half and group.
         fail_reason: one or more reasons.
-        slot_idx: slot in the group's own numbering, -1 where a row as a whole is at fault.
+        slot_idx: slot in the group's own numbering, -1 where a row as a whole is at fault; the parent, where an entry of a tree names
+            one that it cannot follow (SLOT_OUT_OF_RANGE).
         position: the position stored there (verify), or written (write).
         stored_token: the token stored there, or written.
         expected_token: the token expected, -1 where none was.
         stored_chain_hash: unsigned 64-bit; the predecessor's hash in the record, or the running hash of a write.
         expected_aux: unsigned 64-bit; the hash that the chain asks for, the expected position of a write, or the number of slots
-            (SLOT_OUT_OF_RANGE; tokens, for a row that left the token arrays).
+            (SLOT_OUT_OF_RANGE; tokens, for a row that left the token arrays; the entry's own index, for a bad parent).
         step: forward pass whose report first showed the row, counted from 1; None where the row was decoded without a report.
         earliest_step: first pass that it can come from, when several passed between two reports.
         request_row: row of ``req_to_token`` whose request the slot was checked or written for; None where it was none's.
-        related_slots: other slots of the same request row that findings of the same report name.
+        related_slots: other slots of the same request row and the same pool that findings of the same report name.
+        log_place: how often the log had been reset, and the row of its ring; None where it was decoded without a monitor.
     """
 
     launch_tag: CanaryLaunchTag
@@ -48,6 +50,7 @@ class Violation:
     earliest_step: int | None = None
     request_row: int | None = None
     related_slots: tuple[int, ...] = ()
+    log_place: tuple[int, int] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @classmethod
     def from_row(
@@ -57,6 +60,7 @@ class Violation:
         step: int | None = None,
         earliest_step: int | None = None,
         request_row: int | None = None,
+        log_place: tuple[int, int] | None = None,
     ) -> Violation:
         """Decode eight int64 of the ring; a negative request row is none."""
         tag, slot, position, stored, expected, chain_hash, aux, reasons = (int(field) for field in row)
@@ -72,6 +76,7 @@ class Violation:
             step=step,
             earliest_step=earliest_step,
             request_row=None if request_row is None or request_row < 0 else int(request_row),
+            log_place=log_place,
         )
 
     def first_line(self) -> str:
@@ -101,19 +106,24 @@ class Violation:
 
 
 def with_related_slots(violations: Sequence[Violation]) -> list[Violation]:
-    """The violations of one report, each with the other slots of its request row."""
-    slots: dict[int, dict[int, None]] = defaultdict(dict)  # by request row, in order, each once
+    """The violations of one report, each with the other slots of its request row in the same pool: every pool has its own numbering."""
+    slots: dict[tuple[int, str], dict[int, None]] = defaultdict(dict)  # by request row and pool, in order, each once
     for violation in violations:
-        if violation.request_row is not None and violation.slot_idx >= 0:
-            slots[violation.request_row][violation.slot_idx] = None
+        if violation.request_row is not None and violation.slot_idx >= 0 and not names_a_parent(violation):
+            slots[violation.request_row, _pool_of(violation)][violation.slot_idx] = None
     return [
         violation
         if violation.request_row is None
         else dataclasses.replace(
-            violation, related_slots=tuple(slot for slot in slots[violation.request_row] if slot != violation.slot_idx)
+            violation,
+            related_slots=tuple(slot for slot in slots[violation.request_row, _pool_of(violation)] if slot != violation.slot_idx),
         )
         for violation in violations
     ]
+
+
+def _pool_of(violation: Violation) -> str:
+    return violation.launch_tag.name.split("_")[-1]
 
 
 def violations_to_dict(violations: Sequence[Violation], total: int | None = None) -> dict[str, Any]:
@@ -126,6 +136,7 @@ def violations_to_dict(violations: Sequence[Violation], total: int | None = None
     rows = []
     for violation in violations:
         row = dataclasses.asdict(violation)
+        del row["log_place"]
         row["launch_tag"] = violation.launch_tag.name
         row["fail_reason"] = reason_text(violation.fail_reason).split("+")
         row["related_slots"] = list(violation.related_slots)
@@ -149,16 +160,21 @@ class CanaryViolationError(RuntimeError):
         violations: Sequence[Violation],
         total: int | None = None,
         by_reason: str = "",
-        *,
         earlier: int = 0,
         earlier_total: int | None = None,
     ) -> None:
         """The first ``earlier`` violations, of ``earlier_total`` then counted, were raised before."""
         self.violations = tuple(violations)
         self.total = len(self.violations) if total is None else total
+        self.by_reason = by_reason
         self.new = self.violations[earlier:]
+        self._earlier = (earlier, earlier_total)
         shown = "\n".join(str(violation) for violation in self.new[:8])
         more = self.total - (earlier if earlier_total is None else earlier_total) - len(self.new[:8])
         if more > 0:
             shown += f"\n{more} more violations were recorded."
         super().__init__(f"{shown}\nBy launch tag and reason: {by_reason}." if by_reason else shown)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made again from its fields where it goes to another process, not from its text."""
+        return type(self), (self.violations, self.total, self.by_reason, *self._earlier)

@@ -164,6 +164,25 @@ def row(slot, **changes):
     return dataclasses.replace(kvc.Violation.from_row((2, slot, 3, 11, -1, 5, -6, 3)), **changes)
 
 
+def test_steps_after_a_reset_are_those_of_the_present_log(tmp_path):
+    """A fault that stays looks the same in each step: found in step 2 before the reset, in step 3 since, and in step 4, not handled yet."""
+    loop = Loop()
+    monitor = kvc.CanaryMonitor(loop.canary)
+    loop.extend(1, 0, 5)
+    loop.state = loop.canary.release(loop.state, loop.requests.table[1, 4:5], loop.pool)
+    for step in (2, 3, 4):
+        if step == 3:
+            loop.state = loop.canary.reset_log(loop.state)
+        loop.extend(1, 5, 0)
+        if step < 4:
+            monitor.observe(kvc.CanaryReport.of(loop.state.device_state, np.zeros(1, np.int32)), loop.state)
+            monitor.flush()
+    dump = kvc.load_dump(loop.canary.dump(loop.state, tmp_path / "d", violations=monitor.violations))
+    each = len(dump.violation_steps) // 2
+    assert each == len(monitor.violations) // 2 > 0
+    assert dump.violation_steps.tolist() == [3] * each + [-1] * each
+
+
 @pytest.mark.parametrize(
     ("handled", "in_ring", "steps"),
     [

@@ -93,6 +93,24 @@ def test_an_index_that_does_not_exist():
     }
 
 
+def test_a_parent_of_another_row():
+    """A slot that exists is never out of range, so this is entry 2, named as the parent of entry 7."""
+    finding = violation(RANGE, tag=Tag.HEAD_K_FULL, slot=2, position=8, aux=7, request_row=1)
+    assert lines_of(finding) == {
+        "expected": "a parent in the same row as entry 7 of the token arrays and before it, or a negative one",
+        "found": "entry 2, for token 11 at position 8",
+        "usual cause": "parents that count from the beginning of their row, or of another batch: they count through the token arrays",
+    }
+    assert "the array ends" not in str(finding)
+    found = with_related_slots([finding, violation(WRITE_POSITION, tag=Tag.HEAD_K_FULL, slot=9, request_row=1)])
+    assert [finding.related_slots for finding in found] == [(9,), ()]
+
+
+def test_an_index_of_a_write_may_be_a_parent():
+    finding = violation(RANGE, tag=Tag.HEAD_K_FULL, slot=99, aux=7)
+    assert lines_of(finding)["usual cause"] == f"{NO_INDEX}; or, in a tree, a wrong entry of parents"
+
+
 def test_other_slots_of_the_same_request():
     """Each slot once, in the order of the findings; rows of other requests and of none are not mixed in."""
     rows = [(7, 1), (9, 1), (7, 1), (8, 2), (30, None), (-1, 1), (5, 1)]
@@ -102,6 +120,13 @@ def test_other_slots_of_the_same_request():
     assert not any(name.startswith("also") for name in lines_of(found[3]))
     many = with_related_slots([violation(CHAIN, slot=slot, request_row=4) for slot in range(1, 21)])
     assert lines_of(many[0])["also broken in request row 4"] == "slots 2, 3, 4, 5, 6, 7, 8, 9 and 11 more"
+
+
+def test_slots_of_another_pool_are_not_mixed_in():
+    """A full pool and a window's number their slots apart: slot 9 of one is not slot 9 of the other."""
+    tags = [(7, Tag.HEAD_K_FULL), (9, Tag.TAIL_V_FULL), (9, Tag.HEAD_K_SWA), (3, Tag.TAIL_K_SWA)]
+    found = with_related_slots([violation(CHAIN, slot=slot, tag=tag, request_row=1) for slot, tag in tags])
+    assert [finding.related_slots for finding in found] == [(9,), (7,), (3,), (9,)]
 
 
 def test_violations_as_data():

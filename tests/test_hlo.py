@@ -27,6 +27,8 @@ from helpers.hlo import (
     one_step,
     pointers,
     scanned_steps,
+    two_steps,
+    two_steps_by_hand,
 )
 
 
@@ -38,6 +40,38 @@ def test_a_donated_step_copies_nothing(name, run):
     assert large_copies(text) == []
     groups = len(state.groups)
     assert custom_calls(text) == [2 * groups, 2 * groups]  # a phase each, K and V shared, also in the body of a scan
+
+
+@pytest.mark.parametrize("run", [two_steps, two_steps_by_hand])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_several_forwards_on_one_pool_copy_nothing(name, run):
+    """The second forward changes the pool that the launches behind the first one read in place."""
+    canary, state, pool, forward = install(name)
+    assert large_copies(compiled_text(partial(run, canary, forward), state, make_batch(), pool, donate=(0, 2))) == []
+
+
+def orders(canary, state, batch, pool):
+    """The slots of the first forward of a program, which are those given, and of a second one."""
+    first = canary.in_order(state, batch)
+    assert first is batch  # a loop of one forward pays for nothing
+    state, step = canary.pre_forward(state, batch, pool)
+    state, _ = canary.post_forward(state, step, batch, pool)
+    second = canary.in_order(state, batch)
+    assert second is not batch
+    return first.out_cache_loc, second.out_cache_loc
+
+
+def test_the_order_of_forwards_changes_no_slot():
+    canary, state, pool, _ = install("mha")
+    slots = jnp.array([5, -3, 0, 2**31 - 1], jnp.int32)
+    for dtype in (jnp.int32, jnp.int64):
+        with jax.enable_x64(True):
+            wide = slots.astype(dtype)
+        batch = dataclasses.replace(make_batch(), out_cache_loc=wide)
+        first, second = jax.jit(partial(orders, canary))(state, batch, pool)
+        assert (first.dtype, second.dtype) == (dtype, dtype)
+        assert second.tolist() == slots.tolist()
+    assert canary.in_order(state, batch) is batch  # outside of a program there is nothing to order
 
 
 def test_copies_would_be_seen():

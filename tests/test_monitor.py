@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import pickle
 import re
 from functools import partial
 
@@ -130,6 +131,18 @@ def test_error_shows_the_first_rows():
 
 
 # Modes.
+
+
+def test_errors_go_to_other_processes_as_they_are():
+    """A server's workers send what they raised to the process that waits for them."""
+    violations = [kvc.Violation.from_row(row(slot), step=3, request_row=2) for slot in (7, 9)]
+    error = kvc.CanaryViolationError(violations, 11, "TAIL_K_FULL verify_chain_hash 11", earlier=1, earlier_total=1)
+    received = pickle.loads(pickle.dumps(error))
+    assert received.new == tuple(violations[1:])
+    assert (received.violations, received.total, received.by_reason, str(received)) == (tuple(violations), 11, error.by_reason, str(error))
+    health = kvc.CanaryHealthError({Tag.TAIL_K_FULL: 100, Tag.SWEEP_K_FULL: 200}, 300, 17)
+    received = pickle.loads(pickle.dumps(health))
+    assert (received.tags, received.step, str(received)) == (health.tags, 300, str(health))
 
 
 def test_log_mode_logs_each_row_once(log):

@@ -40,3 +40,13 @@ def test_every_configuration_value_is_documented():
         assert f"| `{field.name}` |" in text
     for variable in _ENV_FIELDS:
         assert f"`KVCANARY_{variable}`" in text
+
+
+def test_no_table_has_a_row_twice():
+    first_cells = []
+    for line in [*README.read_text(encoding="utf-8").splitlines(), ""]:
+        if line.startswith("|"):
+            first_cells.append(line.split("|")[1])
+        else:
+            assert len(first_cells) == len(set(first_cells)), first_cells
+            first_cells = []

@@ -222,3 +222,10 @@ def test_a_state_on_the_host_can_be_released():
     got = loop.canary.release(on_host, slots, loop.pool)
     for got_leaf, want_leaf in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(got_leaf, want_leaf)
+
+
+def test_nothing_to_release_may_be_an_empty_list():
+    loop = Loop()
+    before = host(loop.state)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(host(loop.canary.release(loop.state, [], loop.pool))), strict=True):
+        np.testing.assert_array_equal(new, old)

@@ -374,3 +374,23 @@ def test_a_million_slots_take_seconds():
 def test_the_time_of_a_dump_is_shown():
     assert "dumped 2026-03-14 15:09:26 UTC" in Incident.of(make_dump(write_chains(fresh(7), np.array([[1, 2]]), np.array([[5, 6]])))).facts
     assert CREATED.tzinfo is not None
+
+
+def test_a_parent_that_a_token_cannot_follow_is_no_slot(tmp_path):
+    """Entry 3, of the second row, names entry 1, of the first."""
+    pool = kvc.pools.MHATokenToKVPool.allocate(num_slots=31, num_layers=1, num_kv_heads=1, head_dim=8)
+    canary, state = kvc.install_canary(pool, kvc.CanaryConfig("log"), capacities=kvc.CanaryLaunchCapacities(13, 3))
+    batch = kvc.ForwardBatch.target_verify(
+        input_ids=np.array([5, 6, 7, 8], np.int32),
+        positions=np.array([0, 1, 0, 1], np.int32),
+        out_cache_loc=np.array([9, 12, 4, 3], np.int32),
+        parents=np.array([-1, 0, -1, 1], np.int32),
+        topk=2,
+        req_pool_indices=np.array([1, 2], np.int32),
+        seq_lens=np.array([0, 0], np.int32),
+        draft_token_num=2,
+        req_to_token=np.zeros((3, 7), np.int32),
+    )
+    state, _ = canary.pre_forward(state, batch, pool)
+    incident = Incident.of(kvc.load_dump(canary.dump(state, tmp_path / "d")))
+    assert incident.headline == "Position 1 of request A names entry 1 of the token arrays as its parent, which it cannot follow."

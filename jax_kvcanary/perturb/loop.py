@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_kvcanary._checks import ArrayLike, check_type
 from jax_kvcanary.buffers import CanaryState
@@ -43,7 +44,7 @@ def wrap(
         ``wrapped(state, step, *args, batch, pool, cached_slots=None) -> (state, report, out, pool, changes)``, to be jitted with
         ``state`` and ``pool`` donated. ``step`` is the number of the step, an int or an int32 or int64 scalar. ``cached_slots``, int32
         or int64 [n], are the full-pool slots that only the prefix cache holds, padded with -1; they are required exactly when the kind
-        ``cached_kv`` is configured. ``changes`` has a :class:`Perturbation` for each kind, by its text.
+        ``cached_kv`` is configured. ``changes`` has a :class:`Perturbation` for each kind that is configured, by its text.
 
     Raises:
         TypeError: an argument of a wrong type.
@@ -69,7 +70,8 @@ def wrap(
             )
         *others, batch, pool = args
         step = step_number(step)
-        changes: Changes = {}
+        # A probability of 0 leaves the step as it is, and says so in the same form.
+        changes: Changes = {} if kinds else {kind.value: Perturbation.of(jnp.zeros((), bool)) for kind in config.kinds}
 
         def plant(kind: PerturbKind, function: Callable[..., Any], *what: Any) -> Any:
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), list(PerturbKind).index(kind)), step)

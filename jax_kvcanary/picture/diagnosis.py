@@ -306,4 +306,6 @@ def _out_of_range(pool: Pool, finding: Finding, place: str) -> str:
     violation = finding.violation
     if violation.slot_idx == -1 and violation.position == -1:
         return f"A row of the batch left the token arrays, which have {violation.expected_aux} tokens"
+    if violation.expected_aux != pool.num_slots:
+        return f"{capital(place)} names entry {violation.slot_idx} of the token arrays as its parent, which it cannot follow"
     return f"{capital(place)} has slot index {violation.slot_idx}, which does not exist: the pool has {pool.num_slots} slots"

@@ -149,6 +149,25 @@ def one_step(canary, forward, state, batch, pool):
     return canary.wrap(forward)(state, batch, pool)
 
 
+def two_steps(canary, forward, state, batch, pool):
+    """Two forwards on one pool in one program, as in the steps of a draft model."""
+    step = canary.wrap(forward)
+    state, first, out, pool = step(state, batch, pool)
+    state, second, out, pool = step(state, batch, pool)
+    return state, (first.summary, second.summary), out, pool
+
+
+def two_steps_by_hand(canary, forward, state, batch, pool):
+    reports = []
+    for _ in range(2):
+        ordered = canary.in_order(state, batch)
+        state, step = canary.pre_forward(state, ordered, pool)
+        out, pool = forward(ordered, pool)
+        state, report = canary.post_forward(state, step, ordered, pool)
+        reports.append(report.summary)
+    return state, reports, out, pool
+
+
 def scanned_steps(canary, forward, state, batch, pool):
     def body(carry, _):
         state, report, out, pool = canary.wrap(forward)(carry[0], batch, carry[1])
