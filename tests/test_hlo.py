@@ -63,7 +63,7 @@ def orders(canary, state, batch, pool):
 
 def test_the_order_of_forwards_changes_no_slot():
     canary, state, pool, _ = install("mha")
-    slots = jnp.array([5, -3, 0, 2**31 - 1], jnp.int32)
+    slots = jnp.array([5, -3, 0, 2**31 - 1, 7], jnp.int32)
     for dtype in (jnp.int32, jnp.int64):
         with jax.enable_x64(True):
             wide = slots.astype(dtype)
