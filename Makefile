@@ -15,6 +15,8 @@ comma := ,
 BIN := $(VENV)/bin
 EXTRA_CUDA := $(if $(CUDA),$(comma)cuda$(CUDA))
 BUILD_CUDA := $(if $(CUDA),-C cmake.define.KVCANARY_CUDA=ON)
+# One process a core on the CPU. On a GPU one process: each would claim most of the device's memory.
+WORKERS := $(if $(CUDA),,-n auto --dist loadfile)
 SOURCES := pyproject.toml $(shell find ffi jax_kvcanary pallas -type f -not -name '*.pyc')
 STAMP := $(VENV)/.kvcanary$(CUDA)
 
@@ -39,7 +41,7 @@ $(STAMP)-demo: $(STAMP)-test
 	touch $@
 
 test: $(STAMP)-test
-	$(BIN)/pytest
+	$(BIN)/pytest $(WORKERS)
 
 demo: $(STAMP)-demo
 	$(BIN)/python examples/serve_smollm2.py

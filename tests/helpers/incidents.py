@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import jax
@@ -112,7 +111,6 @@ class Server:
 
 def warmed_up(**options):
     """Four requests, two of which share a prefix; one has ended and was released, another ended without."""
-    logging.getLogger("jax_kvcanary").setLevel(logging.CRITICAL)
     server = Server(**options)
     server.prefill(1, 9)
     server.prefill(4, 6)
@@ -205,7 +203,6 @@ def window(**options):
 
 def small():
     """Two requests in 31 slots; the second gets a slot of the first. The picture of it stands in the README."""
-    logging.getLogger("jax_kvcanary").setLevel(logging.CRITICAL)
     server = Server(31)
     server.prefill(1, 5)
     server.prefill(2, 3)
