@@ -243,7 +243,7 @@ def test_nothing_to_change(function, batch):
 
 
 def test_slots_that_the_window_has_lost_are_left_alone():
-    pool = dataclasses.replace(make_pool(), full_to_swa=np.zeros_like(make_pool().full_to_swa))
+    pool = dataclasses.replace(make_pool(), full_to_swa_index_mapping=np.zeros_like(make_pool().full_to_swa_index_mapping))
     for function in (*BATCH_FAULTS, *FLIPS, perturb.flip_cached_kv):
         assert values_of(compiled(function, PoolKind.SWA)(jax.random.key(0), what(function), pool)[1]) == nothing()
 
@@ -302,8 +302,8 @@ def test_bad_targets(changes, error, text):
 def test_targets_are_what_the_canary_watches():
     full, swa = make_target(), make_target(PoolKind.SWA)
     assert (full.num_slots, full.swa_window_size, full.swa_index_lut) == (61, 0, None)
-    assert (swa.num_slots, swa.swa_window_size, swa.swa_index_lut) == (37, 3, ("full_to_swa",))
-    assert [spec.path for spec in swa.sources] == [("swa", "k_buffer", 0), ("swa", "v_buffer", 0)]
+    assert (swa.num_slots, swa.swa_window_size, swa.swa_index_lut) == (37, 3, ("full_to_swa_index_mapping",))
+    assert [spec.path for spec in swa.sources] == [("swa_kv_pool", "k_buffer", 0), ("swa_kv_pool", "v_buffer", 0)]
     assert len({full, swa, make_target()}) == 2
     canary, state = kvc.install_canary(
         kvc.pools.MHATokenToKVPool.allocate(num_slots=7, num_layers=1, num_kv_heads=1, head_dim=8),

@@ -133,7 +133,7 @@ def test_no_byte_to_flip(changes, text):
 
 
 def test_a_dtype_without_bytes_to_flip():
-    pool = jax.tree.map(lambda leaf: leaf.astype(jnp.complex64), make_pool().full)
+    pool = jax.tree.map(lambda leaf: leaf.astype(jnp.complex64), make_pool().full_kv_pool)
     target = dataclasses.replace(make_target(), sources=(kvc.SourceSpec(path=("k_buffer", 0), num_bytes_per_token=96, read_bytes=96),))
     with pytest.raises(NotImplementedError) as caught:
         perturb.flip_cached_kv(jax.random.key(0), target, CACHED, pool, probability=1.0)
@@ -149,7 +149,7 @@ def test_replace_at_path():
     changed = replace_at_path(pool, ("a", 1), new)
     assert changed["a"][1] is new
     assert changed["a"][0] is pool["a"][0]
-    assert replace_at_path(pool, ("b", "swa", "v_buffer", 0), new)["b"].swa.v_buffer == (new,)
+    assert replace_at_path(pool, ("b", "swa_kv_pool", "v_buffer", 0), new)["b"].swa_kv_pool.v_buffer == (new,)
     same = np.zeros(3)
     assert [leaf is new for leaf in replace_at_path([same, same], (1,), new)] == [False, True]
 

@@ -11,7 +11,6 @@ import pytest
 from jax_kvcanary import FailReason, PoolKind
 from jax_kvcanary.cli import main
 from jax_kvcanary.cli import selftest as command
-from jax_kvcanary.pools import attach
 from jax_kvcanary.selftest import engine as engine_module
 from jax_kvcanary.selftest import faults as faults_module
 from jax_kvcanary.selftest import matrix, program
@@ -50,11 +49,6 @@ REASONS = {
     CACHED: {FailReason.VERIFY_REAL_KV_HASH_MISMATCH},
     WRITTEN: {FailReason.VERIFY_REAL_KV_HASH_MISMATCH},
 }
-
-
-@pytest.fixture(autouse=True)
-def _attachers_as_before(monkeypatch):
-    monkeypatch.setattr(attach, "_ATTACHERS", dict(attach._ATTACHERS))
 
 
 @cache

@@ -14,7 +14,8 @@ import jax
 from jax_kvcanary import perturb
 from jax_kvcanary.config import CanaryConfig, CanaryMode
 from jax_kvcanary.constants import PARTIAL_READ_BYTES, CanaryLaunchTag, FailReason, PoolKind, RealKvHashMode
-from jax_kvcanary.selftest.pool import TwoPools, attach_two_pools
+from jax_kvcanary.pools import SWAKVPool, attach_canary_buffers
+from jax_kvcanary.selftest.pool import allocate_pool
 from jax_kvcanary.selftest.steps import NUM_SLOTS, NUM_SWA_SLOTS, SWEEP_INTERVAL, WINDOW, Step
 from jax_kvcanary.violations import Violation
 
@@ -93,7 +94,7 @@ class Fault:
     expected: Mapping[Mode, Expected] = field(default_factory=dict)
     cached: bool = False
 
-    def plant(self, key: jax.Array, step: Step, batch: Any, pool: TwoPools) -> tuple[Any, perturb.Perturbation]:
+    def plant(self, key: jax.Array, step: Step, batch: Any, pool: SWAKVPool) -> tuple[Any, perturb.Perturbation]:
         """The batch or the pool with the fault in it, and what was changed."""
         if self.cached:
             slots = step.cached_slots if self.group is PoolKind.FULL else step.cached_window_slots
@@ -172,9 +173,9 @@ def _jitted(function: Callable[..., Any], target: perturb.PerturbTarget) -> Call
 
 def _targets(kind: PoolKind) -> tuple[perturb.PerturbTarget, perturb.PerturbTarget]:
     """A group's bytes that PARTIAL hashes, and those that only ALL does, whatever the canary under test hashes."""
-    pool = TwoPools.allocate(num_slots=NUM_SLOTS, num_swa_slots=NUM_SWA_SLOTS)
+    pool = allocate_pool(num_slots=NUM_SLOTS, num_swa_slots=NUM_SWA_SLOTS)
     config = CanaryConfig(CanaryMode.LOG, real_kv_hash_mode=RealKvHashMode.ALL)
-    (group,) = (group for group in attach_two_pools(pool, config, kv_token_id_vs_position_offset=0) if group.kind is kind)
+    (group,) = (group for group in attach_canary_buffers(pool, config) if group.kind is kind)
     target = partial(
         perturb.PerturbTarget,
         kind=kind,

@@ -16,9 +16,9 @@ from jax_kvcanary.canary import Canary, CanaryStep, install_canary
 from jax_kvcanary.config import CanaryConfig, CanaryLaunchCapacities, CanaryMode
 from jax_kvcanary.constants import PoolKind
 from jax_kvcanary.perturb import Perturbation
-from jax_kvcanary.pools import register_pool_attacher
+from jax_kvcanary.pools import SWAKVPool
 from jax_kvcanary.selftest.faults import Fault, Mode, Moment
-from jax_kvcanary.selftest.pool import TwoPools, attach_two_pools, forward
+from jax_kvcanary.selftest.pool import allocate_pool, forward
 from jax_kvcanary.selftest.steps import MAX_REQS, MAX_SEQ_LEN, NUM_SLOTS, NUM_SWA_SLOTS, ROWS, VERIFY_CAPACITY, WINDOW, Step
 from jax_kvcanary.state import to_int64
 from jax_kvcanary.violations import Violation
@@ -60,7 +60,7 @@ class Machine:
         batch, change = _batch(step, self.mode), None
         if fault is not None and fault.moment is Moment.BEFORE_STEP:
             # The table from full-pool slots is the one that this step will use.
-            batch, change = fault.plant(key, step, batch, dataclasses.replace(self._pool, full_to_swa=step.full_to_swa))
+            batch, change = fault.plant(key, step, batch, dataclasses.replace(self._pool, full_to_swa_index_mapping=step.full_to_swa))
         state, canary_step, pool = self._first(self._state, self._pool, step, batch)
         if fault is not None and fault.moment is Moment.BEHIND_FORWARD:
             pool, change = fault.plant(key, step, batch, pool)
@@ -85,9 +85,8 @@ class Machine:
         }
 
 
-def _install(config: CanaryConfig) -> tuple[Canary, CanaryState, TwoPools]:
-    register_pool_attacher(TwoPools, attach_two_pools)
-    pool = TwoPools.allocate(num_slots=NUM_SLOTS, num_swa_slots=NUM_SWA_SLOTS)
+def _install(config: CanaryConfig) -> tuple[Canary, CanaryState, SWAKVPool]:
+    pool = allocate_pool(num_slots=NUM_SLOTS, num_swa_slots=NUM_SWA_SLOTS)
     table = {"req_to_token_alloc_size": MAX_REQS, "max_context_len": MAX_SEQ_LEN} if config.enable_verify_token_assert else {}
     capacities = CanaryLaunchCapacities(VERIFY_CAPACITY, ROWS)
     canary, state = install_canary(pool, config, capacities=capacities, swa_window_size=WINDOW, **table)
@@ -112,13 +111,18 @@ def _batch(step: Step, mode: Mode) -> ForwardBatch:
 
 
 def _first_half(
-    canary: Canary, state: CanaryState, pool: TwoPools, step: Step, batch: ForwardBatch
-) -> tuple[CanaryState, CanaryStep, TwoPools]:
+    canary: Canary, state: CanaryState, pool: SWAKVPool, step: Step, batch: ForwardBatch
+) -> tuple[CanaryState, CanaryStep, SWAKVPool]:
     """Release slots, move slots, and run the step up to the forward."""
     state = canary.release(state, step.released, pool)
     moves = {PoolKind.FULL: step.moves.full, PoolKind.SWA: step.moves.swa}
     groups = tuple(_move_records(group, moves[group.kind]) for group in state.groups)
-    pool = TwoPools(_move(pool.full, moves[PoolKind.FULL]), _move(pool.swa, moves[PoolKind.SWA]), jnp.asarray(step.full_to_swa))
+    pool = dataclasses.replace(
+        pool,
+        full_kv_pool=_move(pool.full_kv_pool, moves[PoolKind.FULL]),
+        swa_kv_pool=_move(pool.swa_kv_pool, moves[PoolKind.SWA]),
+        full_to_swa_index_mapping=jnp.asarray(step.full_to_swa),
+    )
     device_state = state.device_state
     if canary.config.enable_verify_token_assert:
         device_state = dataclasses.replace(device_state, req_to_verify_expected_tokens=jnp.asarray(step.expected_tokens))
@@ -128,8 +132,8 @@ def _first_half(
 
 
 def _second_half(
-    canary: Canary, state: CanaryState, canary_step: CanaryStep, pool: TwoPools, step: Step, batch: ForwardBatch
-) -> tuple[CanaryState, TwoPools]:
+    canary: Canary, state: CanaryState, canary_step: CanaryStep, pool: SWAKVPool, step: Step, batch: ForwardBatch
+) -> tuple[CanaryState, SWAKVPool]:
     """The step from the forward on, and the sweeps."""
     state, _ = canary.post_forward(state, canary_step, batch, pool)
     state, _ = canary.sweep(state, step.sweep_full, pool)

@@ -10,7 +10,7 @@ import numpy as np
 import jax_kvcanary as kvc
 from jax_kvcanary import PoolKind
 from jax_kvcanary.perturb import PerturbTarget
-from jax_kvcanary.selftest.pool import TwoPools, attach_two_pools
+from jax_kvcanary.selftest.pool import allocate_pool
 
 NUM_SLOTS, NUM_SWA_SLOTS, WINDOW = 61, 37, 3
 MAX_REQS, MAX_SEQ_LEN, TOKENS = 7, 11, 17
@@ -30,10 +30,10 @@ def int32(values):
 
 def make_pool():
     """Every slot of the full pool up to the size of the other has a slot there."""
-    pool = TwoPools.allocate(num_slots=NUM_SLOTS, num_swa_slots=NUM_SWA_SLOTS)
+    pool = allocate_pool(num_slots=NUM_SLOTS, num_swa_slots=NUM_SWA_SLOTS)
     lut = np.zeros(NUM_SLOTS, np.int32)
     lut[1:NUM_SWA_SLOTS] = np.random.default_rng(7).permutation(np.arange(1, NUM_SWA_SLOTS))
-    return dataclasses.replace(pool, full_to_swa=lut)
+    return dataclasses.replace(pool, full_to_swa_index_mapping=lut)
 
 
 def make_batch(dtype=np.int32):
@@ -62,14 +62,14 @@ def make_batch(dtype=np.int32):
 
 def make_target(kind=PoolKind.FULL, **changes):
     config = kvc.CanaryConfig("log", real_kv_hash_mode=kvc.RealKvHashMode.ALL)
-    groups = attach_two_pools(make_pool(), config, kv_token_id_vs_position_offset=0)
+    groups = kvc.attach_canary_buffers(make_pool(), config)
     canary = kvc.Canary(config, kvc.CanaryLaunchCapacities(67, len(ROWS)), WINDOW)
     target = PerturbTarget.of(canary, kvc.CanaryState(groups, kvc.CanaryDeviceState.allocate(config)), kind)
     return dataclasses.replace(target, **changes)
 
 
 def own_slot(kind, slot):
-    return int(slot if kind is PoolKind.FULL else make_pool().full_to_swa[slot])
+    return int(slot if kind is PoolKind.FULL else make_pool().full_to_swa_index_mapping[slot])
 
 
 def verified(kind):
