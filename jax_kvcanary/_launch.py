@@ -1,13 +1,14 @@
 """What every custom call has in common: its endpoints, the log it threads through, and the aliases between the two.
 
 Operands of a launch: those of the operation; the request rows of the batch; the log; the flags of the batch's rows; all canary
-buffers; all sources, endpoint after endpoint. Results: the log; the flags; what the operation adds. The handlers' side of this is
-``ffi/bindings/unpack.h``.
+buffers; all sources, endpoint after endpoint. Results: what only this operation has (``own``); the log; the flags; the report, where
+one is asked for; the canary buffers, where they are written. The handlers' side of this is ``ffi/bindings/unpack.h``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ import numpy as np
 
 from jax_kvcanary._checks import ArrayLike, check_canary_buffer, check_enum, on_device
 from jax_kvcanary._results import results_like
-from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
+from jax_kvcanary.constants import VIOLATION_FIELDS, CanaryLaunchTag, RealKvHashMode
 from jax_kvcanary.sources import RealKvSource, check_sources
 from jax_kvcanary.state import CanaryDeviceState
 
@@ -60,6 +61,25 @@ class BatchRows:
         return cls(jnp.full((1,), -1, jnp.int32), jnp.zeros((1,), jnp.int32))
 
 
+@dataclass(frozen=True)
+class Results:
+    """What a custom call returned.
+
+    Fields:
+        state: with the log and the counters as the launch left them.
+        rows: with their flags; None where findings were not attributed.
+        own: the results that only this operation has.
+        report: a copy of the ring, one of the request rows, and the summary; empty where no report was asked for.
+        buffers: the canary buffers, where they are written.
+    """
+
+    state: CanaryDeviceState
+    rows: BatchRows | None
+    own: list[jax.Array]
+    report: list[jax.Array]
+    buffers: list[jax.Array]
+
+
 def call(
     target: str,
     operands: Sequence[ArrayLike],
@@ -68,10 +88,11 @@ def call(
     state: CanaryDeviceState,
     rows: BatchRows | None,
     *,
-    scratch_words: int | None = None,
+    own_words: Sequence[int] = (),
+    summary_words: int = 0,
     writes: bool = False,
     **attributes: Any,
-) -> tuple[list[jax.Array], CanaryDeviceState, BatchRows | None]:
+) -> Results:
     """One custom call over a list of endpoints.
 
     Args:
@@ -81,12 +102,10 @@ def call(
         mode: how much of the real KV is hashed.
         state: the canary's state; its log and counters are aliased to the results.
         rows: the batch's rows, at least one; their flags are aliased to a result. None does not attribute findings.
-        scratch_words: uint32 words of scratch memory, or None for an operation without.
+        own_words: uint32 words of each result that only this operation has, scratch memory among them.
+        summary_words: uint32 words of a report's summary; 0 asks for no report.
         writes: whether the canary buffers are results too, aliased to their operands.
         **attributes: the operation's own attributes.
-
-    Returns:
-        The canary buffers (empty unless it writes), the state and the rows.
     """
     if not 1 <= len(endpoints) <= MAX_ENDPOINTS:
         raise ValueError(f"`endpoints` has {len(endpoints)} endpoints, but one launch takes between 1 and {MAX_ENDPOINTS}.")
@@ -100,16 +119,22 @@ def call(
         (source.page_size, source.bytes_read(mode), source.byte_offset, source.row_stride, source.token_stride) for source in sources
     ]
 
-    aliased = [(len(operands) + i, array) for i, array in enumerate([*log, *buffers] if writes else log)]
-    types = [(tuple(array.shape), array.dtype) for _, array in aliased]
-    positions = list(range(len(aliased)))
-    if scratch_words is not None:
-        types.insert(len(log), ((scratch_words,), np.uint32))
-        positions = [p if p < len(log) else p + 1 for p in positions]
+    capacity = state.violation_log.violation_ring.shape[0]
+    report: list[tuple[tuple[int, ...], Any]] = []
+    if summary_words:
+        report = [((capacity, VIOLATION_FIELDS, 2), np.uint32), ((capacity,), np.int32), ((summary_words,), np.uint32)]
+    written = buffers if writes else []
+    groups: list[list[tuple[tuple[int, ...], Any]]] = [
+        [((words,), np.uint32) for words in own_words],
+        [(tuple(array.shape), array.dtype) for array in log],
+        report,
+        [(tuple(array.shape), array.dtype) for array in written],
+    ]
+    ends = list(itertools.accumulate(len(group) for group in groups))
+    aliases = {len(operands) + i: ends[0] + i for i in range(len(log))}
+    aliases |= {len(operands) + len(log) + i: ends[2] + i for i in range(len(written))}
     out = jax.ffi.ffi_call(
-        target,
-        results_like(types, arrays),
-        input_output_aliases={operand: position for (operand, _), position in zip(aliased, positions, strict=True)},
+        target, results_like([result for group in groups for result in group], arrays), input_output_aliases=aliases
     )(
         *arrays,
         tags=np.array([int(endpoint.tag) for endpoint in endpoints], np.int64),
@@ -117,9 +142,14 @@ def call(
         source_geometry=np.array(geometry, np.int64).reshape(-1),
         **attributes,
     )
-    *log_results, flags = out[: len(log)]
-    rows = None if rows is None else dataclasses.replace(rows, flags=flags)
-    return list(out[len(out) - len(buffers) :]) if writes else [], _with_log_arrays(state, log_results), rows
+    *log_results, flags = out[ends[0] : ends[1]]
+    return Results(
+        state=_with_log_arrays(state, log_results),
+        rows=None if rows is None else dataclasses.replace(rows, flags=flags),
+        own=list(out[: ends[0]]),
+        report=list(out[ends[1] : ends[2]]),
+        buffers=list(out[ends[2] :]),
+    )
 
 
 def _log_arrays(state: CanaryDeviceState) -> list[ArrayLike]:

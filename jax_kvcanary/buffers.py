@@ -70,6 +70,11 @@ class CanaryBufferGroup:
         """Field names of the buffers there are."""
         return tuple(f"{half}_{phase}" for half in self.halves for phase in ("head", "tail"))
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all buffers have as many slots, as those of a pool do: then what one phase finds about slots holds in the other."""
+        return len({getattr(self, name).shape[0] for name in self.buffer_names}) == 1
+
     def with_buffers(self, **buffers: Any) -> CanaryBufferGroup:
         """The group with some of its buffers replaced, by field name."""
         return dataclasses.replace(self, **buffers)

@@ -22,6 +22,7 @@ from jax_kvcanary.config import CanaryConfig, CanaryLaunchCapacities, CanaryMode
 from jax_kvcanary.constants import INT32_MAX, INT64_MAX, PoolKind, RealKvHashMode
 from jax_kvcanary.dump import write_dump
 from jax_kvcanary.expected_tokens import append_expected_tokens, set_expected_tokens
+from jax_kvcanary.phase import PhaseResults, phase_launch
 from jax_kvcanary.plan import Plan, VerifyPlan, plan, translate_slots
 from jax_kvcanary.pools import attach_canary_buffers
 from jax_kvcanary.records import release_records
@@ -31,10 +32,9 @@ from jax_kvcanary.state import CanaryDeviceState, zero_behind_launches
 from jax_kvcanary.swa_statistics import SwaDivergence, add_divergences, swa_divergence
 from jax_kvcanary.verify import verify_launch
 from jax_kvcanary.violations import Violation
-from jax_kvcanary.write import write_launch
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("plans", "out_cache_locs", "row_flags"), meta_fields=())
+@partial(jax.tree_util.register_dataclass, data_fields=("plans", "out_cache_locs", "row_flags", "links"), meta_fields=())
 @dataclass(frozen=True)
 class CanaryStep:
     """What ``pre_forward`` hands to ``post_forward``.
@@ -43,11 +43,13 @@ class CanaryStep:
         plans: of each group.
         out_cache_locs: for each group the slots that it writes, int32 or int64 [tokens].
         row_flags: int32 [bs]; what was found so far for each row of the batch; None is nothing.
+        links: for each group what each token follows, uint32, so that the chains are not walked twice; None walks them again.
     """
 
     plans: tuple[Plan, ...]
     out_cache_locs: tuple[ArrayLike, ...]
     row_flags: ArrayLike | None = None
+    links: tuple[ArrayLike, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,14 +85,17 @@ class Canary:
         """
         self._check(state, batch)
         groups, device_state = [], state.device_state
-        plans, slots, rows = [], [], self._rows(batch)
+        plans, slots, links, rows = [], [], [], self._rows(batch)
         for group in state.groups:
             lut = group.lut(pool)
             plans.append(self._plan(group, batch, device_state, lut))
             slots.append(translate_slots(batch.out_cache_loc, lut))
-            group, device_state, rows = self._verify_and_write("head", group, plans[-1], slots[-1], batch, device_state, rows, pool)
+            group, out = self._phase("head", group, plans[-1], slots[-1], batch, device_state, rows, pool)
+            device_state, rows = out.state, out.rows
             groups.append(group)
-        return CanaryState(tuple(groups), device_state), CanaryStep(tuple(plans), tuple(slots), None if rows is None else rows.flags)
+            links.append(out.links)
+        flags = None if rows is None else rows.flags
+        return CanaryState(tuple(groups), device_state), CanaryStep(tuple(plans), tuple(slots), flags, tuple(links))
 
     def post_forward(self, state: CanaryState, step: CanaryStep, batch: ForwardBatch, pool: Any) -> tuple[CanaryState, CanaryReport]:
         """Verify the TAIL buffers with the real KV and write them. Call it after the model's forward.
@@ -111,15 +116,20 @@ class Canary:
         check_type(step, "step", CanaryStep, ", as pre_forward returned it")
         if len(step.plans) != len(state.groups):
             raise ValueError(f"`step` has plans for {len(step.plans)} groups, but `state` has {len(state.groups)} groups.")
-        groups, device_state = [], state.device_state
+        if step.links is not None and len(step.links) != len(state.groups):
+            raise ValueError(f"`step` has links for {len(step.links)} groups, but `state` has {len(state.groups)} groups.")
+        groups, device_state, report = [], state.device_state, None
         rows = self._rows(batch, step.row_flags)
-        for group, group_plan, slots in zip(state.groups, step.plans, step.out_cache_locs, strict=True):
-            group, device_state, rows = self._verify_and_write("tail", group, group_plan, slots, batch, device_state, rows, pool)
+        for i, (group, group_plan, slots) in enumerate(zip(state.groups, step.plans, step.out_cache_locs, strict=True)):
+            # All groups plan the same rows, so any one's count of invalid ones stands for all.
+            links = step.links[i] if step.links is not None and group.is_uniform else None
+            last = i == len(state.groups) - 1
+            group, out = self._phase("tail", group, group_plan, slots, batch, device_state, rows, pool, links=links, reports=last)
+            device_state, rows, report = out.state, out.rows, out.report
             groups.append(group)
-        # All groups plan the same rows, so the first one's count of invalid ones stands for all.
-        return CanaryState(tuple(groups), device_state), CanaryReport.of(
-            device_state, step.plans[0].num_invalid_rows, None if rows is None else rows.flags
-        )
+        if report is None:  # a canary without groups
+            report = CanaryReport.of(device_state, jnp.zeros((1,), jnp.int32))
+        return CanaryState(tuple(groups), device_state), report
 
     def sweep(
         self, state: CanaryState, verify_plan: VerifyPlan, pool: Any, *, kind: PoolKind = PoolKind.FULL
@@ -353,7 +363,7 @@ class Canary:
     def _expected_tokens(self, device_state: CanaryDeviceState) -> ArrayLike | None:
         return device_state.req_to_verify_expected_tokens if self.config.enable_verify_token_assert else None
 
-    def _verify_and_write(
+    def _phase(
         self,
         phase: str,
         group: CanaryBufferGroup,
@@ -363,28 +373,25 @@ class Canary:
         device_state: CanaryDeviceState,
         rows: BatchRows | None,
         pool: Any,
-    ) -> tuple[CanaryBufferGroup, CanaryDeviceState, BatchRows | None]:
-        """One phase of one group: a verify call and a write call, each over K and V."""
-        mode = self.config.real_kv_hash_mode if phase == "tail" else RealKvHashMode.NONE
-        endpoints = group.endpoints(phase, pool)
-        device_state, rows = verify_launch(
-            endpoints, group_plan.verify, device_state, mode=mode, check_expected_token=self.config.enable_verify_token_assert, rows=rows
-        )
-        buffers, device_state, rows = write_launch(
-            endpoints,
-            group_plan.write,
-            batch.input_ids,
-            batch.positions,
+        *,
+        links: ArrayLike | None = None,
+        reports: bool = False,
+    ) -> tuple[CanaryBufferGroup, PhaseResults]:
+        """One phase of one group, over K and V."""
+        out = phase_launch(
+            group.endpoints(phase, pool),
+            group_plan,
+            batch,
             slots,
             device_state,
-            mode=mode,
-            expected_input_tokens=batch.expected_input_tokens,
-            expected_input_positions=batch.expected_input_positions,
-            parents=batch.parents,
+            mode=self.config.real_kv_hash_mode if phase == "tail" else RealKvHashMode.NONE,
+            check_expected_token=self.config.enable_verify_token_assert,
             rows=rows,
+            links=links,
+            reports=reports,
         )
         names = [f"{half}_{phase}" for half in group.halves]
-        return group.with_buffers(**dict(zip(names, buffers, strict=True))), device_state, rows
+        return group.with_buffers(**dict(zip(names, out.buffers, strict=True))), out
 
 
 def install_canary(

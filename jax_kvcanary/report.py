@@ -26,6 +26,9 @@ _PARTS: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("verify_skip_counters", (NUM_LAUNCH_TAGS,), "<u4"),
 )
 
+#: uint32 words of a summary; the handlers' ``kSummaryWords``.
+SUMMARY_WORDS = sum(math.prod(shape) for _, shape, _ in _PARTS)
+
 
 @partial(
     jax.tree_util.register_dataclass,

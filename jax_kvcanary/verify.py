@@ -68,14 +68,8 @@ def verify_launch(
     """
     mode = check_enum(mode, "real_kv_hash_mode", RealKvHashMode)
     check_flag(check_expected_token, "check_expected_token")
-    operands = _plan_operands(plan)
-    known = None if rows is None or plan.row_offsets is None else rows
-    if known is None:
-        operands.append(jnp.zeros((2,), jnp.int32))
-    else:
-        bs = known.requests.shape[0]
-        operands.append(index_array(plan.row_offsets, "plan.row_offsets", (bs + 1,), f"a batch of {bs} rows"))
-    _, state, marked = _launch.call(
+    operands, known = verify_operands(plan, rows)
+    out = _launch.call(
         VERIFY_TARGET,
         operands,
         [endpoint.checked(mode) for endpoint in endpoints],
@@ -84,7 +78,16 @@ def verify_launch(
         known,
         check_expected_token=check_expected_token,
     )
-    return state, rows if known is None else marked
+    return out.state, rows if known is None else out.rows
+
+
+def verify_operands(plan: VerifyPlan, rows: BatchRows | None) -> tuple[list[ArrayLike], BatchRows | None]:
+    """The checked arrays of a verify plan, and the rows that its findings can be attributed to: none where it does not know them."""
+    operands = _plan_operands(plan)
+    if rows is None or plan.row_offsets is None:
+        return [*operands, jnp.zeros((2,), jnp.int32)], None
+    bs = rows.requests.shape[0]
+    return [*operands, index_array(plan.row_offsets, "plan.row_offsets", (bs + 1,), f"a batch of {bs} rows")], rows
 
 
 def _plan_operands(plan: VerifyPlan) -> list[ArrayLike]:

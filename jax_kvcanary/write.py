@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 
 from jax_kvcanary import _launch
 from jax_kvcanary._checks import ArrayLike, check_array, check_enum, check_type, index_array, integer_array
 from jax_kvcanary._ffi import WRITE_TARGET
-from jax_kvcanary._launch import BatchRows, Endpoint
+from jax_kvcanary._launch import Endpoint
 from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
 from jax_kvcanary.plan import WritePlan
 from jax_kvcanary.sources import RealKvSource
 from jax_kvcanary.state import CanaryDeviceState, check_device_state
 
-#: uint32 words of the scratch that keeps the end of one chain: hash and position.
-_LINK_WORDS = 4
+#: uint32 words of what the handlers keep for an entry (``Link``), for a row's seed (``Seed``), for a row's links, and for a launch.
+_LINK_WORDS, _SEED_WORDS, _START_WORDS, _LAUNCH_WORDS = 4, 4, 2, 4
 
 
 def write_step(
@@ -60,73 +61,96 @@ def write_step(
         TypeError: a wrong type or dtype. ValueError: a wrong shape, tag, mode or source geometry, or one expected array without
             the other.
     """
-    buffers, state, _ = write_launch(
-        [Endpoint(canary_buf, tag, real_kv_sources)],
+    mode = check_enum(real_kv_hash_mode, "real_kv_hash_mode", RealKvHashMode)
+    operands = WriteOperands.of(
         plan,
         input_ids,
         positions,
         out_cache_loc,
-        device_state,
-        mode=real_kv_hash_mode,
         expected_input_tokens=expected_input_tokens,
         expected_input_positions=expected_input_positions,
         parents=parents,
     )
-    return buffers[0], state
-
-
-def write_launch(
-    endpoints: Sequence[Endpoint],
-    plan: WritePlan,
-    input_ids: ArrayLike,
-    positions: ArrayLike,
-    out_cache_loc: ArrayLike,
-    device_state: CanaryDeviceState,
-    *,
-    mode: RealKvHashMode,
-    expected_input_tokens: ArrayLike | None = None,
-    expected_input_positions: ArrayLike | None = None,
-    parents: ArrayLike | None = None,
-    rows: BatchRows | None = None,
-) -> tuple[list[jax.Array], CanaryDeviceState, BatchRows | None]:
-    """Write one step's records into several canary buffers in one custom call; findings are attributed to ``rows``."""
-    mode = check_enum(mode, "real_kv_hash_mode", RealKvHashMode)
-    plan_operands = _plan_operands(plan)
-    ids = integer_array(input_ids, "input_ids", (None,), "one token each")
-    of_tokens = (ids.shape[0],)
-    meaning = f"one value for each of the {ids.shape[0]} tokens of `input_ids`"
-    tokens = [
-        ids,
-        integer_array(positions, "positions", of_tokens, meaning),
-        integer_array(out_cache_loc, "out_cache_loc", of_tokens, meaning),
-    ]
-    check_input = expected_input_tokens is not None
-    if check_input != (expected_input_positions is not None):
-        missing, given = ("positions", "tokens") if check_input else ("tokens", "positions")
-        raise ValueError(f"`expected_input_{missing}` is None, but it must be an array when `expected_input_{given}` is given.")
-    if check_input:
-        expected = [
-            integer_array(expected_input_tokens, "expected_input_tokens", of_tokens, meaning),
-            integer_array(expected_input_positions, "expected_input_positions", of_tokens, meaning),
-        ]
-    else:
-        expected = tokens[:2]  # operands that the handler does not read
-    tree = parents is not None
-    parents = integer_array(parents, "parents", of_tokens, meaning) if tree else tokens[2]  # likewise
     state = check_device_state(device_state)
-    links = plan_operands[1].shape[0] + (ids.shape[0] if tree else 0)
-    return _launch.call(
+    out = _launch.call(
         WRITE_TARGET,
-        [*plan_operands, *tokens, *expected, parents, state.enable_chain_position_assert],
-        [endpoint.checked(mode) for endpoint in endpoints],
+        [*operands.arrays, state.enable_chain_position_assert],
+        [Endpoint(canary_buf, tag, real_kv_sources).checked(mode)],
         mode,
         state,
-        rows,
-        scratch_words=len(endpoints) * links * _LINK_WORDS,
+        None,
+        own_words=[operands.scratch_words(1) + operands.link_words],
         writes=True,
-        check_input=check_input,
-        tree=tree,
+        check_input=operands.check_input,
+        tree=operands.tree,
     )
+    return out.buffers[0], out.state
+
+
+@dataclass(frozen=True)
+class WriteOperands:
+    """What a launch that writes takes of its plan and of the step's tokens.
+
+    Fields:
+        arrays: the plan's three arrays, and six over the tokens: those given, and in the place of others some that are not read.
+        rows: row capacity of the plan.
+        tokens: length of the token arrays.
+        check_input: whether expected tokens and positions were given.
+        tree: whether parents were given.
+    """
+
+    arrays: list[ArrayLike]
+    rows: int
+    tokens: int
+    check_input: bool
+    tree: bool
+
+    @classmethod
+    def of(
+        cls,
+        plan: WritePlan,
+        input_ids: ArrayLike,
+        positions: ArrayLike,
+        out_cache_loc: ArrayLike,
+        *,
+        expected_input_tokens: ArrayLike | None,
+        expected_input_positions: ArrayLike | None,
+        parents: ArrayLike | None,
+    ) -> WriteOperands:
+        """Check the arrays of a write; arguments and errors are those of :func:`write_step`."""
+        plan_operands = _plan_operands(plan)
+        ids = integer_array(input_ids, "input_ids", (None,), "one token each")
+        of_tokens = (ids.shape[0],)
+        meaning = f"one value for each of the {ids.shape[0]} tokens of `input_ids`"
+        tokens = [
+            ids,
+            integer_array(positions, "positions", of_tokens, meaning),
+            integer_array(out_cache_loc, "out_cache_loc", of_tokens, meaning),
+        ]
+        check_input = expected_input_tokens is not None
+        if check_input != (expected_input_positions is not None):
+            missing, given = ("positions", "tokens") if check_input else ("tokens", "positions")
+            raise ValueError(f"`expected_input_{missing}` is None, but it must be an array when `expected_input_{given}` is given.")
+        if check_input:
+            expected = [
+                integer_array(expected_input_tokens, "expected_input_tokens", of_tokens, meaning),
+                integer_array(expected_input_positions, "expected_input_positions", of_tokens, meaning),
+            ]
+        else:
+            expected = tokens[:2]  # operands that the handler does not read
+        tree = parents is not None
+        parents = integer_array(parents, "parents", of_tokens, meaning) if tree else tokens[2]  # likewise
+        return cls([*plan_operands, *tokens, *expected, parents], plan_operands[1].shape[0], ids.shape[0], check_input, tree)
+
+    @property
+    def link_words(self) -> int:
+        """uint32 words of the links: what each entry follows, and the hash that each row's links start from."""
+        return self.tokens * _LINK_WORDS + self.rows * _START_WORDS
+
+    def scratch_words(self, endpoints: int) -> int:
+        """uint32 words of scratch memory beside the links."""
+        ends = endpoints * self.tokens * _LINK_WORDS if self.tree else 0
+        return endpoints * self.rows * _SEED_WORDS + ends + _LAUNCH_WORDS
 
 
 def _plan_operands(plan: WritePlan) -> list[ArrayLike]:

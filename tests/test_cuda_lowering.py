@@ -18,7 +18,7 @@ from jax_kvcanary.pallas import scatter_tokens
 NUM_SLOTS, TOKENS, MAX_REQS, MAX_SEQ_LEN = 37, 17, 7, 13
 KERNELS = ("kvcanary_plan_offsets", "kvcanary_plan_entries")
 EXPECTED = ("kvcanary_expected_tokens",)
-TARGETS = ("kvcanary_verify", "kvcanary_write")
+TARGETS = ("kvcanary_verify", "kvcanary_write", "kvcanary_phase")
 
 
 def abstract_gpu():

@@ -98,8 +98,8 @@ def test_constants_of_the_contract():
 
 
 def test_handlers():
-    assert set(_cpu.registrations()) == set(_cpu.cuda_missing_registrations()) == {_ffi.VERIFY_TARGET, _ffi.WRITE_TARGET}
-    assert (_ffi.VERIFY_TARGET, _ffi.WRITE_TARGET) == ("kvcanary_verify", "kvcanary_write")
+    assert set(_cpu.registrations()) == set(_cpu.cuda_missing_registrations()) == {_ffi.VERIFY_TARGET, _ffi.WRITE_TARGET, _ffi.PHASE_TARGET}
+    assert (_ffi.VERIFY_TARGET, _ffi.WRITE_TARGET, _ffi.PHASE_TARGET) == ("kvcanary_verify", "kvcanary_write", "kvcanary_phase")
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -1,6 +1,9 @@
 // Python module _cpu: the host's handlers, and what CUDA programs get where the CUDA module was not built.
 #include <nanobind/nanobind.h>
 
+#include <functional>
+#include <utility>
+
 #include "bindings/handlers.h"
 #include "cpu/launch.h"
 
@@ -13,17 +16,46 @@ constexpr const char* kNoCuda =
     "jax_kvcanary was installed without its CUDA module, so its custom calls cannot run on a GPU; install the CUDA toolkit's nvcc and "
     "reinstall jax_kvcanary with -C cmake.define.KVCANARY_CUDA=ON.";
 
-template <typename Launch, void (*launcher)(const Launch&)>
-ffi::Error run(const Launch& launch) {
-  launcher(launch);
-  return ffi::Error::Success();
+// XLA's pool of the running program. Danger: it refers to the handler's own, and lives no longer.
+cpu::Workers workers_of(ffi::ThreadPool& pool) {
+  return {pool.num_threads(), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }};
 }
 
-XLA_FFI_DEFINE_HANDLER(kVerify, [](auto... operands) { return handle_verify(run<VerifyLaunch, cpu::launch_verify>, operands...); },
-                       bind_verify(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(
+    kVerify,
+    [](ffi::ThreadPool pool, auto... operands) {
+      return handle_verify(
+          [&pool](const VerifyLaunch& launch) {
+            cpu::launch_verify(workers_of(pool), launch);
+            return ffi::Error::Success();
+          },
+          operands...);
+    },
+    bind_verify(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
-XLA_FFI_DEFINE_HANDLER(kWrite, [](auto... operands) { return handle_write(run<WriteLaunch, cpu::launch_write>, operands...); },
-                       bind_write(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(
+    kWrite,
+    [](ffi::ThreadPool pool, auto... operands) {
+      return handle_write(
+          [&pool](const WriteLaunch& launch) {
+            cpu::launch_write(workers_of(pool), launch);
+            return ffi::Error::Success();
+          },
+          operands...);
+    },
+    bind_write(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+
+XLA_FFI_DEFINE_HANDLER(
+    kPhase,
+    [](ffi::ThreadPool pool, auto... operands) {
+      return handle_phase(
+          [&pool](const VerifyLaunch& verify, const WriteLaunch& write, const ReportLaunch& report) {
+            cpu::launch_phase(workers_of(pool), verify, write, report);
+            return ffi::Error::Success();
+          },
+          operands...);
+    },
+    bind_phase(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 XLA_FFI_DEFINE_HANDLER(
     kCudaMissing,
@@ -42,12 +74,14 @@ NB_MODULE(_cpu, m) {
     nb::dict targets;
     targets["kvcanary_verify"] = capsule(kVerify);
     targets["kvcanary_write"] = capsule(kWrite);
+    targets["kvcanary_phase"] = capsule(kPhase);
     return targets;
   });
   m.def("cuda_missing_registrations", [] {
     nb::dict targets;
     targets["kvcanary_verify"] = capsule(kCudaMissing);
     targets["kvcanary_write"] = capsule(kCudaMissing);
+    targets["kvcanary_phase"] = capsule(kCudaMissing);
     return targets;
   });
   m.attr("CUDA_MISSING") = kNoCuda;
@@ -60,6 +94,7 @@ NB_MODULE(_cpu, m) {
     values["FAIL_REASON_COLUMNS"] = kReasonColumns;
     values["MAX_REAL_KV_SOURCES"] = kMaxSources;
     values["MAX_ENDPOINTS"] = kMaxEndpoints;
+    values["SUMMARY_WORDS"] = kSummaryWords;
     return values;
   });
 }

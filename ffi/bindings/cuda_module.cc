@@ -33,6 +33,17 @@ XLA_FFI_DEFINE_HANDLER(
     },
     bind_write(ffi::Ffi::Bind().Ctx<Stream>()), {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(
+    kPhase,
+    [](cudaStream_t stream, auto... operands) {
+      return handle_phase(
+          [stream](const VerifyLaunch& verify, const WriteLaunch& write, const ReportLaunch& report) {
+            return status("kvcanary_phase", cuda::launch_phase(stream, verify, write, report));
+          },
+          operands...);
+    },
+    bind_phase(ffi::Ffi::Bind().Ctx<Stream>()), {ffi::Traits::kCmdBufferCompatible});
+
 nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
 
 }  // namespace
@@ -45,6 +56,7 @@ NB_MODULE(_cuda, m) {
     nb::dict targets;
     targets["kvcanary_verify"] = capsule(kVerify);
     targets["kvcanary_write"] = capsule(kWrite);
+    targets["kvcanary_phase"] = capsule(kPhase);
     return targets;
   });
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "kvcanary/report.h"
 #include "kvcanary/verify.h"
 #include "kvcanary/write.h"
 #include "xla/ffi/api/ffi.h"
@@ -32,6 +33,7 @@ inline ffi::Error invalid(const std::string& operation, const std::string& probl
 
 // Fixed part of every launch's results: the log, aliased to the first of the remaining operands.
 inline constexpr size_t kLogArrays = 8;
+inline constexpr size_t kReportArrays = 3;
 
 // The aliased results hold the log's content: XLA copies it there where the operands were not donated.
 inline ffi::Error unpack_log(const std::string& operation, const Int32s& requests, ffi::RemainingRets results, Log* log) {
@@ -123,25 +125,62 @@ inline ffi::Error unpack_endpoints(const std::string& operation, ffi::RemainingA
   return ffi::Error::Success();
 }
 
-// What a write adds to the log among its results: scratch for links of chains, then the canary buffers, aliased to the
-// operands. Writes go to the results, which hold the buffers' content as the log's results do.
-inline ffi::Error unpack_write_results(const std::string& operation, ffi::RemainingRets results, WriteLaunch* launch) {
-  EndpointList& endpoints = launch->endpoints;
-  const size_t count = static_cast<size_t>(endpoints.size);
+using Words = ffi::BufferR1<ffi::U32>;
+
+inline size_t link_bytes(const WriteLaunch& launch) {
+  return static_cast<size_t>(launch.num_tokens) * sizeof(Link) + static_cast<size_t>(launch.row_capacity) * sizeof(uint64_t);
+}
+
+inline void unpack_links(void* data, WriteLaunch* launch) {
+  launch->links = static_cast<Link*>(data);
+  launch->starts = reinterpret_cast<uint64_t*>(launch->links + launch->num_tokens);
+}
+
+// The scratch of a write, which is a result so that XLA allocates it: seeds; the ends of trees; a word, in 16 bytes of its own;
+// links, where they are in no array of their own.
+inline ffi::Error unpack_scratch(const std::string& operation, ffi::Result<Words> scratch, bool has_links, WriteLaunch* launch) {
+  const size_t count = static_cast<size_t>(launch->endpoints.size);
   const size_t num_seeds = count * static_cast<size_t>(launch->row_capacity);
   const size_t num_ends = launch->tree ? count * static_cast<size_t>(launch->num_tokens) : 0;
-  auto links = results.get<ffi::BufferR1<ffi::U32>>(kLogArrays);
-  if (results.size() != kLogArrays + 1 + count || links.has_error() || (*links)->size_bytes() < (num_seeds + num_ends) * sizeof(Link)) {
-    return invalid(operation, "the results do not match the list of endpoints.");
-  }
-  launch->seeds = reinterpret_cast<Link*>((*links)->typed_data());
-  launch->ends = launch->seeds + num_seeds;
+  const size_t bytes = num_seeds * sizeof(Seed) + (num_ends + 1) * sizeof(Link);
+  if (scratch->size_bytes() < bytes + (has_links ? link_bytes(*launch) : 0)) return invalid(operation, "the scratch memory is too small.");
+  launch->seeds = reinterpret_cast<Seed*>(scratch->typed_data());
+  launch->ends = reinterpret_cast<Link*>(launch->seeds + num_seeds);
+  launch->finished = reinterpret_cast<uint32_t*>(launch->ends + num_ends);
+  if (has_links) unpack_links(launch->ends + num_ends + 1, launch);
+  return ffi::Error::Success();
+}
+
+// The canary buffers among the results, aliased to the operands. Launches that write go to the results, which hold the buffers'
+// content as the log's results do.
+inline ffi::Error unpack_buffer_results(const std::string& operation, ffi::RemainingRets results, size_t first, EndpointList* endpoints) {
+  const size_t count = static_cast<size_t>(endpoints->size);
+  if (results.size() != first + count) return invalid(operation, "the results do not match the list of endpoints.");
   for (size_t e = 0; e < count; ++e) {
-    auto buffer = results.get<Records>(kLogArrays + 1 + e);
+    auto buffer = results.get<Records>(first + e);
     if (buffer.has_error()) return buffer.error();
-    if ((*buffer)->dimensions()[0] != endpoints.items[e].num_slots) return invalid(operation, "a result has another size than its operand.");
-    endpoints.items[e].records = reinterpret_cast<Record*>((*buffer)->typed_data());
+    if ((*buffer)->dimensions()[0] != endpoints->items[e].num_slots || (*buffer)->dimensions()[1] != sizeof(Record)) {
+      return invalid(operation, "a result has another size than its operand.");
+    }
+    endpoints->items[e].records = reinterpret_cast<Record*>((*buffer)->typed_data());
   }
+  return ffi::Error::Success();
+}
+
+// A report's three arrays among the results.
+inline ffi::Error unpack_report(const std::string& operation, ffi::RemainingRets results, size_t first, const Log& log,
+                                ReportLaunch* report) {
+  auto ring = results.get<ffi::Buffer<ffi::U32, 3>>(first);
+  auto request_rows = results.get<Int32s>(first + 1);
+  auto summary = results.get<Words>(first + 2);
+  const auto capacity = static_cast<size_t>(log.ring_capacity);
+  const bool sound = ring.has_value() && request_rows.has_value() && summary.has_value() &&
+                     (*ring)->element_count() == capacity * 2 * kViolationFields && (*request_rows)->element_count() == capacity &&
+                     (*summary)->element_count() == kSummaryWords;
+  if (!sound) return invalid(operation, "the arrays of the report have unexpected types or sizes.");
+  report->ring = reinterpret_cast<int64_t*>((*ring)->typed_data());
+  report->request_rows = (*request_rows)->typed_data();
+  report->summary = (*summary)->typed_data();
   return ffi::Error::Success();
 }
 

@@ -3,54 +3,158 @@
 namespace kvcanary::cpu {
 namespace {
 
-// Walks one row's chain, or its tree, and returns how many records it stored.
-uint64_t write_row(const WriteLaunch& launch, int e, int64_t row, const RowRange& range) {
-  const Endpoint& endpoint = launch.endpoints.items[e];
-  const Link seed = launch.seed(e, row);
-  const bool seeded = *launch.check_positions != 0 && has_seed(endpoint, launch.seed_slots[row]);
-  Link end = seed;
-  uint64_t stored = 0;
+// Steps of a slot's fingerprints from which a pass of their own over the records pays: the walk takes about as many.
+constexpr int64_t kWorthAPass = 8;
+
+// A set of endpoints, as bits.
+using Members = uint32_t;
+
+template <typename Body>
+void for_each(Members members, Body body) {
+  for (int e = 0; members >> e != 0; ++e) {
+    if (members >> e & 1) body(e);
+  }
+}
+
+// Checks an entry and stores its record in all `members`. Without kFingerprint the real-KV hashes are left for later.
+template <bool kFingerprint>
+void store_entry(const WriteLaunch& launch, Members members, int64_t row, const RowRange& range, int64_t i, const Entry& entry,
+                 const Link& link, uint64_t* stored) {
+  if (entry.slot < 0) return;
+  for_each(members, [&](int e) {
+    const Endpoint& endpoint = launch.endpoints.items[e];
+    check_entry(launch, e, row, range, i, entry, link);
+    if (!endpoint.holds(entry.slot)) return;
+    endpoint.records[entry.slot] = {entry.token, entry.position, link.hash, kFingerprint ? endpoint.real_kv_hash_of(entry.slot) : 0};
+    ++stored[e];
+  });
+}
+
+// Walks the chain or tree of one row for all `members`, which go on from one hash, and counts the records in `stored
+// [endpoints]`. The links are kept where `keeps_links`.
+template <bool kFingerprint>
+void walk_row(const WriteLaunch& launch, Members members, int64_t row, const RowRange& range, bool keeps_links, uint64_t* stored) {
+  const int first = __builtin_ctz(members);  // the ends of a tree are kept as this one's
+  const Link seed = {launch.seed(first, row).hash, -1, static_cast<int32_t>(row)};
+  Link link = seed;
   for (int64_t i = range.begin; i < range.end; ++i) {
+    if (i + kAhead < range.end) {
+      const int64_t ahead = launch.slots[i + kAhead];
+      for_each(members, [&](int e) { prefetch<true>(launch.endpoints.items[e], ahead); });
+    }
     const Entry entry = read_entry(launch, i);
-    bool follows = seeded;
     if (launch.tree) {
       const Parent parent = parent_of(launch, range, i);
-      end = parent.entry < 0 ? seed : launch.end(e, parent.entry);
-      if (!parent.sound && entry.slot >= 0) {
-        report_parent(launch, endpoint, row, i, entry, end.hash);
-        follows = false;
-      }
+      link = parent.entry < 0 ? seed : launch.end(first, parent.entry);
     }
-    if (entry.slot >= 0) {
-      check_entry(launch, endpoint, row, i, entry, end.hash, follows, end.position);
-      if (endpoint.holds(entry.slot)) {
-        endpoint.records[entry.slot] = {entry.token, entry.position, end.hash, endpoint.real_kv_hash_of(entry.slot)};
-        ++stored;
-      }
-      end = {advance(end.hash, entry.token, entry.position), entry.position};
-    }
-    if (launch.tree) launch.end(e, i) = end;
+    if (keeps_links) launch.links[i] = link;
+    store_entry<kFingerprint>(launch, members, row, range, i, entry, link, stored);
+    link = link_behind(link, entry, i);
+    if (launch.tree) launch.end(first, i) = link;
   }
-  return stored;
+}
+
+// Whether the links of a row, as another launch left them, name what they can.
+bool are_sound(const WriteLaunch& launch, const RowRange& range) {
+  for (int64_t i = range.begin; i < range.end; ++i) {
+    if (launch.links[i].previous < -1 || launch.links[i].previous >= i) return false;
+  }
+  return true;
+}
+
+// Rows one after the other: of a slot that two of them name, one whole record must stay.
+template <bool kFingerprint>
+void write_rows_in_turn(const WriteLaunch& launch, int64_t rows, bool in_order) {
+  const int endpoints = launch.endpoints.size;
+  uint64_t stored[kMaxEndpoints] = {};
+  for (int64_t row = 0; row < rows; ++row) {
+    const RowRange range = row_range(launch, row);
+    for (int e = 0; e < endpoints; ++e) check_row(launch, launch.endpoints.items[e], row, range);
+    if (range.empty()) continue;
+    Members open = (Members{1} << endpoints) - 1;
+    const auto take = [&](auto shares) {
+      Members members = 0;
+      for_each(open, [&](int e) {
+        if (shares(e)) members |= Members{1} << e;
+      });
+      open &= ~members;
+      return members;
+    };
+    if (launch.carried && in_order && are_sound(launch, range)) {
+      const Members members = take([&](int e) { return launch.shares_chain(e, row); });
+      for (int64_t i = range.begin; members != 0 && i < range.end; ++i) {
+        store_entry<kFingerprint>(launch, members, row, range, i, read_entry(launch, i), launch.links[i], stored);
+      }
+    }
+    while (open != 0) {
+      const int first = __builtin_ctz(open);
+      const Members members = take([&](int e) { return launch.seed(e, row).hash == launch.seed(first, row).hash; });
+      walk_row<kFingerprint>(launch, members, row, range, first == 0 && !launch.carried, stored);
+    }
+  }
+  for (int e = 0; e < endpoints; ++e) add(&launch.log.slot_runs[launch.endpoints.items[e].tag], stored[e]);
+}
+
+// The real-KV hashes of the records stored for entries [begin, end). They depend on the slot alone, so that any thread
+// may store them in any order; those of a slot named twice are the same, and are stored as atomics for that reason.
+void fingerprint_entries(const WriteLaunch& launch, int64_t rows, int64_t begin, int64_t end) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const RowRange range = row_range(launch, row);
+    for (int64_t i = std::max(begin, range.begin); i < std::min(end, range.end); ++i) {
+      const int64_t slot = launch.slots[i];
+      for (int e = 0; e < launch.endpoints.size; ++e) {
+        const Endpoint& endpoint = launch.endpoints.items[e];
+        if (endpoint.holds(slot)) __atomic_store_n(&endpoint.records[slot].real_kv_hash, endpoint.real_kv_hash_of(slot), __ATOMIC_RELAXED);
+      }
+    }
+  }
+}
+
+// The entries that rows have: a piece of the token arrays that holds them all.
+RowRange span_of(const WriteLaunch& launch, int64_t rows) {
+  RowRange span{launch.num_tokens, 0, false};
+  for (int64_t row = 0; row < rows; ++row) {
+    const RowRange range = row_range(launch, row);
+    if (range.empty()) continue;
+    span.begin = std::min(span.begin, range.begin);
+    span.end = std::max(span.end, range.end);
+  }
+  return span;
 }
 
 }  // namespace
 
-void launch_write(const WriteLaunch& launch) {
+// The chains are walked on the calling thread; fingerprints that cost more than they do are computed behind that by the
+// whole pool.
+void launch_write(const Workers& workers, const WriteLaunch& launch) {
   const int64_t rows = write_rows(launch);
   for (int e = 0; e < launch.endpoints.size; ++e) {
     const Endpoint& endpoint = launch.endpoints.items[e];
     add(&launch.log.kernel_runs[endpoint.tag], uint64_t{1});
     // All seeds first: a row may overwrite the record that another one goes on from.
-    for (int64_t row = 0; row < rows; ++row) launch.seed(e, row) = read_seed(launch, endpoint, row);
-    uint64_t stored = 0;
-    for (int64_t row = 0; row < rows; ++row) {
-      const RowRange range = row_range(launch, row);
-      check_row(launch, endpoint, row, range);
-      stored += write_row(launch, e, row, range);
-    }
-    add(&launch.log.slot_runs[endpoint.tag], stored);
+    for (int64_t row = 0; row < rows; ++row) launch.seed(e, row) = read_seed(endpoint, launch.seed_slots[row]);
   }
+  bool in_order = true;  // only then is there one link an entry
+  for (int64_t row = 0; row < rows; ++row) {
+    if (!launch.carried) launch.starts[row] = launch.seed(0, row).hash;
+    in_order &= launch.offsets[row] <= launch.offsets[row + 1];
+  }
+  const int64_t steps = fingerprint_steps(launch.endpoints), grain = grain_of(steps);
+  const RowRange span = workers.count > 1 && steps >= kWorthAPass ? span_of(launch, rows) : RowRange{};
+  if (span.end - span.begin <= grain) {
+    write_rows_in_turn<true>(launch, rows, in_order);
+    return;
+  }
+  write_rows_in_turn<false>(launch, rows, in_order);
+  parallel_for(workers, span.end - span.begin, grain, [&launch, rows, &span](int64_t begin, int64_t end) noexcept {
+    fingerprint_entries(launch, rows, span.begin + begin, span.begin + end);
+  });
+}
+
+void launch_phase(const Workers& workers, const VerifyLaunch& verify, const WriteLaunch& write, const ReportLaunch& report) {
+  launch_verify(workers, verify);
+  launch_write(workers, write);
+  if (report.summary != nullptr) write_report(write.log, report, 0, 1);
 }
 
 }  // namespace kvcanary::cpu

@@ -1,166 +1,117 @@
-// Write on CUDA, three kernels:
+// Write on CUDA, in two parts with a barrier between them, which are two kernels, or for small launches two halves of one:
 //
-//   claim        reads every row's seed before any record changes, and lets each entry put its row's number into the
-//                real-KV field of its slot's record; where two rows name one slot, one number survives;
-//   chain        one warp a row: the chain or tree, the checks, and the first three fields of the records that the row
-//                owns, so that a slot named by two rows gets one whole record;
-//   fingerprint  the real-KV hash of every slot written. It depends on the slot alone, so it needs no owner and
-//                spreads over the whole device.
+//   link   finds what each entry follows: one chain a row, shared by all endpoints whose seeds agree. Beside it, every
+//          entry claims its slot in the real-KV field of the record, and the highest one keeps it.
+//   store  checks each entry and stores its record, all entries and endpoints at once. Rows whose seed differs from the
+//          one that the links start from are walked again here.
 //
-// A seed's own real-KV field is no part of its hash, so claims do not disturb seeds.
+// Seeds are read before any record changes. Claims leave them as they are: the real-KV field is no part of a record's hash.
+// A launch that gets its links from another one, as the TAIL does from the HEAD, has no first part.
 #include "cuda/launch.h"
+#include "cuda/links.cuh"
+#include "cuda/store.cuh"
 
 namespace kvcanary::cuda {
 namespace {
 
-constexpr int kWarp = 32;
-constexpr unsigned kFullMask = 0xFFFFFFFFu;
-constexpr int kThreads = 256;     // claim and fingerprint
-constexpr int kChainWarps = 4;    // rows in one block of the chain kernel
-constexpr int64_t kMaxGridY = 65535;
-
-// Calls body(row, entry) for every entry of every row: blockIdx.x strides over chunks of a row's entries, blockIdx.y
-// over rows.
-template <typename Body>
-__device__ void for_each_entry(const WriteLaunch& launch, Body body) {
-  const int64_t rows = write_rows(launch);
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
-    const RowRange range = row_range(launch, row);
-    for (int64_t i = range.begin + static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < range.end; i += stride) {
-      body(row, i);
-    }
-  }
-}
-
-__global__ void __launch_bounds__(kThreads) claim_kernel(const __grid_constant__ WriteLaunch launch) {
-  const Endpoint& endpoint = launch.endpoints.items[blockIdx.z];
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    if (blockIdx.y == 0) add(&launch.log.kernel_runs[endpoint.tag], uint64_t{1});
-    const int64_t rows = write_rows(launch);
-    for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) launch.seed(blockIdx.z, row) = read_seed(launch, endpoint, row);
-  }
-  for_each_entry(launch, [&](int64_t row, int64_t i) {
-    const int64_t slot = launch.slots[i];
-    if (endpoint.holds(slot)) endpoint.records[slot].real_kv_hash = static_cast<uint64_t>(row);
-  });
-}
-
-// What an entry of a warp's batch of 32 follows, and whether that is there to follow.
-struct Before {
-  Link link;
-  bool sound;
-};
-
-// Of a chain: every lane walks the whole batch and keeps the end before its own entry. `end` is moved behind the batch.
-__device__ Before walk_chain(const Entry& entry, int lane, Link* end) {
-  const unsigned advancing = __ballot_sync(kFullMask, entry.slot >= 0);
-  uint64_t before = end->hash;
-#pragma unroll 4
-  for (int step = 0; step < kWarp; ++step) {
-    const int64_t token = __shfl_sync(kFullMask, entry.token, step);
-    const int64_t position = __shfl_sync(kFullMask, entry.position, step);
-    if (step == lane) before = end->hash;
-    if (advancing >> step & 1) end->hash = advance(end->hash, token, position);
-  }
-  // The entry before mine that was not skipped: one of this batch, or the last one of the batches before.
-  const unsigned earlier = advancing & ((1u << lane) - 1);
-  const int64_t neighbour = __shfl_sync(kFullMask, entry.position, earlier != 0 ? 31 - __clz(static_cast<int>(earlier)) : 0);
-  const Before result = {{before, earlier != 0 ? neighbour : end->position}, true};
-  const int64_t last = __shfl_sync(kFullMask, entry.position, advancing != 0 ? 31 - __clz(static_cast<int>(advancing)) : 0);
-  if (advancing != 0) end->position = last;
-  return result;
-}
-
-// Of a tree: in each round the lanes whose parent's end is known compute their own, so that a batch takes as many rounds
-// as it has levels. Ends are kept for later batches; a parent stands before its children, so that every lane gets its turn.
-__device__ Before walk_tree(const WriteLaunch& launch, int e, const RowRange& range, int64_t base, const Entry& entry, int lane,
-                            const Link& seed) {
-  const int64_t i = base + lane;
-  const bool live = i < range.end;
-  const Parent parent = live ? parent_of(launch, range, i) : Parent{-1, true};
-  const bool in_batch = parent.entry >= base;
-  const int source = in_batch ? static_cast<int>(parent.entry - base) : lane;
-  Link before = parent.entry >= 0 && !in_batch ? launch.end(e, parent.entry) : seed;
-  Link end = before;
-  bool pending = live;
-  for (unsigned done = __ballot_sync(kFullMask, !pending); done != kFullMask; done = __ballot_sync(kFullMask, !pending)) {
-    const Link from = {__shfl_sync(kFullMask, end.hash, source), __shfl_sync(kFullMask, end.position, source)};
-    if (pending && (!in_batch || (done >> source & 1))) {
-      if (in_batch) before = from;
-      end = entry.slot < 0 ? before : Link{advance(before.hash, entry.token, entry.position), entry.position};
-      pending = false;
-    }
-  }
-  if (live) launch.end(e, i) = end;
-  return {before, parent.sound};
-}
+constexpr int kLinkThreads = 128;
+constexpr int kStoreThreads = 256;
 
 template <bool kTree>
-__global__ void __launch_bounds__(kChainWarps * kWarp) chain_kernel(const __grid_constant__ WriteLaunch launch) {
-  const Endpoint& endpoint = launch.endpoints.items[blockIdx.y];
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kChainWarps + threadIdx.x / kWarp;
-  const int lane = threadIdx.x % kWarp;
-  if (row >= write_rows(launch)) return;
-  const RowRange range = row_range(launch, row);
-  if (lane == 0) check_row(launch, endpoint, row, range);
-  if (range.empty()) return;
-
-  const Link seed = launch.seed(blockIdx.y, row);
-  const bool seeded = has_seed(endpoint, launch.seed_slots[row]);
-  const bool check_positions = *launch.check_positions != 0 && seeded;
-  Link end = seed;  // of a chain
-  uint64_t stored = 0;
-
-  for (int64_t base = range.begin; base < range.end; base += kWarp) {
-    const int64_t i = base + lane;
-    const Entry entry = i < range.end ? read_entry(launch, i) : Entry{-1, 0, 0};
-    const bool owned = endpoint.holds(entry.slot) && endpoint.records[entry.slot].real_kv_hash == static_cast<uint64_t>(row);
-    const Before before = kTree ? walk_tree(launch, blockIdx.y, range, base, entry, lane, seed) : walk_chain(entry, lane, &end);
-    if (entry.slot >= 0) {
-      if (!before.sound) report_parent(launch, endpoint, row, i, entry, before.link.hash);
-      check_entry(launch, endpoint, row, i, entry, before.link.hash, check_positions && before.sound, before.link.position);
-    }
-
-    // Of entries that name one slot the last one stays.
-    const unsigned same_slot = __match_any_sync(kFullMask, entry.slot);
-    if (owned && lane == 31 - __clz(static_cast<int>(same_slot))) {
-      Record* target = &endpoint.records[entry.slot];
-      *reinterpret_cast<longlong2*>(target) = make_longlong2(entry.token, entry.position);
-      target->prev_hash = before.link.hash;
-    }
-    stored += __popc(__ballot_sync(kFullMask, endpoint.holds(entry.slot)));
-    __syncwarp();
+__global__ void __launch_bounds__(kLinkThreads) link_kernel(const __grid_constant__ WriteLaunch launch, unsigned walkers) {
+  __shared__ LinkTiles tiles;
+  if (blockIdx.x >= walkers) {
+    const int64_t thread = static_cast<int64_t>(blockIdx.x - walkers) * kLinkThreads + threadIdx.x;
+    claim_slots(launch, thread, static_cast<int64_t>(gridDim.x - walkers) * kLinkThreads);
+    return;
   }
-  if (lane == 0) add(&launch.log.slot_runs[endpoint.tag], stored);
+  const int64_t rows = write_rows(launch);
+  for (int64_t row = blockIdx.x; row < rows; row += walkers) {
+    if (threadIdx.x < launch.endpoints.size) read_seed_of(launch, threadIdx.x, row);
+    __syncthreads();
+    const RowRange range = row_range(launch, row);
+    if constexpr (kTree) {
+      if (threadIdx.x < kWarp) link_tree(launch, row, range);
+    } else {
+      link_chain(launch, row, range, tiles);
+    }
+    __syncthreads();
+  }
 }
 
-__global__ void __launch_bounds__(kThreads) fingerprint_kernel(const __grid_constant__ WriteLaunch launch) {
-  const Endpoint& endpoint = launch.endpoints.items[blockIdx.z];
-  for_each_entry(launch, [&](int64_t, int64_t i) {
-    const int64_t slot = launch.slots[i];
-    if (endpoint.holds(slot)) endpoint.records[slot].real_kv_hash = endpoint.real_kv_hash_of(slot);
-  });
+template <bool kLong>
+__global__ void __launch_bounds__(kStoreThreads) store_kernel(const __grid_constant__ WriteLaunch launch,
+                                                              const __grid_constant__ ReportLaunch report) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  store_entries<kLong>(launch, reinterpret_cast<RowStages*>(shared));
+  finish(launch, report);
+}
+
+// Both parts in one block.
+__global__ void __launch_bounds__(kMaxSmallTokens) small_write_kernel(const __grid_constant__ WriteLaunch launch,
+                                                                      const __grid_constant__ ReportLaunch report) {
+  __shared__ SmallChain chain;
+  link_small(launch, chain);
+  __syncthreads();
+  store_entries<false>(launch, nullptr);
+  finish(launch, report);
+}
+
+bool is_small(const WriteLaunch& launch) {
+  return !launch.tree && launch.num_tokens <= kMaxSmallTokens && !has_long_rows(launch.endpoints);
+}
+
+cudaError_t enqueue_links(cudaStream_t stream, const WriteLaunch& launch) {
+  const auto kernel = launch.tree ? link_kernel<true> : link_kernel<false>;
+  unsigned walkers = 0, claimers = 0;
+  const int64_t chunks = (launch.num_tokens + kLinkThreads - 1) / kLinkThreads;
+  const auto* function = reinterpret_cast<const void*>(kernel);
+  if (cudaError_t error = resident_blocks(function, kLinkThreads, 0, launch.row_capacity, &walkers); error != cudaSuccess) return error;
+  if (cudaError_t error = resident_blocks(function, kLinkThreads, 0, chunks, &claimers); error != cudaSuccess) return error;
+  kernel<<<walkers + claimers, kLinkThreads, 0, stream>>>(launch, walkers);
+  return cudaGetLastError();
+}
+
+template <bool kLong>
+cudaError_t enqueue_store(cudaStream_t stream, const WriteLaunch& launch, const ReportLaunch& report) {
+  const auto kernel = store_kernel<kLong>;
+  const size_t shared_bytes = kLong ? kStoreThreads / kWarp * sizeof(RowStages) : 0;
+  const int64_t lanes = (launch.num_tokens > launch.row_capacity ? launch.num_tokens : launch.row_capacity) * launch.endpoints.size;
+  unsigned blocks = 0;
+  const auto* function = reinterpret_cast<const void*>(kernel);
+  if (cudaError_t error = resident_blocks(function, kStoreThreads, shared_bytes, (lanes + kStoreThreads - 1) / kStoreThreads, &blocks);
+      error != cudaSuccess) {
+    return error;
+  }
+  kernel<<<blocks, kStoreThreads, shared_bytes, stream>>>(launch, report);
+  return cudaGetLastError();
+}
+
+cudaError_t enqueue_write(cudaStream_t stream, const WriteLaunch& launch, const ReportLaunch& report) {
+  if (!launch.carried && is_small(launch)) {
+    const int64_t threads = (launch.num_tokens * launch.endpoints.size + kWarp - 1) / kWarp * kWarp;
+    constexpr int64_t kFewest = kMaxEndpoints * kWarp;
+    small_write_kernel<<<1, static_cast<unsigned>(threads < kFewest ? kFewest : (threads < kMaxSmallTokens ? threads : kMaxSmallTokens)), 0,
+                         stream>>>(launch, report);
+    return cudaGetLastError();
+  }
+  if (!launch.carried) {
+    if (cudaError_t error = enqueue_links(stream, launch); error != cudaSuccess) return error;
+  }
+  return has_long_rows(launch.endpoints) ? enqueue_store<true>(stream, launch, report) : enqueue_store<false>(stream, launch, report);
 }
 
 }  // namespace
 
 cudaError_t launch_write(cudaStream_t stream, const WriteLaunch& launch) {
-  const unsigned endpoints = static_cast<unsigned>(launch.endpoints.size);
-  if (endpoints == 0) return cudaSuccess;
-  const int64_t rows = launch.row_capacity < 1 ? 1 : launch.row_capacity;
-  unsigned chunks = 0;
-  if (cudaError_t error = grid_blocks((launch.num_tokens + kThreads - 1) / kThreads, &chunks); error != cudaSuccess) return error;
-  const dim3 entries_grid(chunks, static_cast<unsigned>(rows < kMaxGridY ? rows : kMaxGridY), endpoints);
+  return launch.endpoints.size == 0 ? cudaSuccess : enqueue_write(stream, launch, {});
+}
 
-  claim_kernel<<<entries_grid, kThreads, 0, stream>>>(launch);
-  if (cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  const dim3 rows_grid(static_cast<unsigned>((rows + kChainWarps - 1) / kChainWarps), endpoints);
-  const auto chain = launch.tree ? chain_kernel<true> : chain_kernel<false>;
-  chain<<<rows_grid, kChainWarps * kWarp, 0, stream>>>(launch);
-  if (cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  fingerprint_kernel<<<entries_grid, kThreads, 0, stream>>>(launch);
-  return cudaGetLastError();
+cudaError_t launch_phase(cudaStream_t stream, const VerifyLaunch& verify, const WriteLaunch& write, const ReportLaunch& report) {
+  if (write.endpoints.size == 0) return cudaSuccess;
+  const BeforeWrite before{write.seed_slots, write.num_rows, write.row_capacity, write.seeds, write.finished};
+  if (cudaError_t error = launch_verify(stream, verify, &before); error != cudaSuccess) return error;
+  return enqueue_write(stream, write, report);
 }
 
 }  // namespace kvcanary::cuda

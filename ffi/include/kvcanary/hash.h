@@ -24,6 +24,9 @@ KVC_HD constexpr uint64_t mix3(uint64_t a, uint64_t b, uint64_t c) {
   return splitmix64(splitmix64(splitmix64(a) ^ b) ^ c);
 }
 
+// Takes one more word into a hash of words.
+KVC_HD constexpr uint64_t fold(uint64_t hash, uint64_t word) { return splitmix64(hash ^ word); }
+
 // The hash that a chain starts from.
 inline constexpr uint64_t kAnchorHash = splitmix64(kChainAnchor);
 

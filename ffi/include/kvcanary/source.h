@@ -35,11 +35,11 @@ KVC_HD uint64_t source_hash(const Source& source, uint32_t slot) {
     const auto* pairs = reinterpret_cast<const WordPair*>(bytes);
     for (uint32_t i = 0; i < source.num_words / 2; ++i) {
       const WordPair pair = pairs[i];
-      hash = splitmix64(splitmix64(hash ^ pair.low) ^ pair.high);
+      hash = fold(fold(hash, pair.low), pair.high);
     }
   } else {
     const auto* words = reinterpret_cast<const uint64_t*>(bytes);
-    for (uint32_t i = 0; i < source.num_words; ++i) hash = splitmix64(hash ^ words[i]);
+    for (uint32_t i = 0; i < source.num_words; ++i) hash = fold(hash, words[i]);
   }
   return hash;
 }
@@ -47,7 +47,7 @@ KVC_HD uint64_t source_hash(const Source& source, uint32_t slot) {
 // 0 where nothing is hashed: no sources are passed when the mode is NONE.
 KVC_HD uint64_t real_kv_hash(const Source* sources, int num_sources, uint32_t slot) {
   uint64_t hash = 0;
-  for (int i = 0; i < num_sources; ++i) hash = splitmix64(hash ^ source_hash(sources[i], slot));
+  for (int i = 0; i < num_sources; ++i) hash = fold(hash, source_hash(sources[i], slot));
   return hash;
 }
 

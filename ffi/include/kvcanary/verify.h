@@ -54,47 +54,66 @@ KVC_HD int64_t row_of_entry(const VerifyLaunch& launch, int64_t entry) {
   return low;
 }
 
-KVC_HD void verify_entry(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t entry) {
-  const int64_t slot = launch.slots[entry];
-  if (slot == 0) return;
-  const int64_t prev_slot = launch.prev_slots[entry];
-  const int64_t expected_position = launch.expected_positions[entry];
-  const int64_t expected_token = launch.check_expected_token ? launch.expected_tokens[entry] : -1;
+struct PlannedEntry {
+  int32_t slot, prev_slot, expected_position, expected_token;
 
-  if (!endpoint.holds(slot) || prev_slot >= endpoint.num_slots) {
-    record(launch.log, {/*tag=*/endpoint.tag,
-                        /*slot=*/endpoint.holds(slot) ? prev_slot : slot,
-                        /*position=*/expected_position,
-                        /*stored_token=*/-1,
-                        /*expected_token=*/expected_token,
-                        /*stored_chain_hash=*/0,
-                        /*expected_aux=*/static_cast<uint64_t>(endpoint.num_slots),
-                        /*reasons=*/kSlotOutOfRange}, row_of_entry(launch, entry));
-    return;
-  }
+  // Both records that the check may read are in the buffer.
+  KVC_HD bool in_range(const Endpoint& endpoint) const { return endpoint.holds(slot) && prev_slot < endpoint.num_slots; }
+};
 
-  const Record stored = endpoint.records[slot];
-  uint64_t expected_hash = stored.prev_hash;  // slot 0 as predecessor is unreachable: nothing to compare with
-  if (prev_slot < 0) {
-    expected_hash = kAnchorHash;
-  } else if (prev_slot > 0) {
-    expected_hash = record_hash(endpoint.records[prev_slot]);
-  }
+KVC_HD PlannedEntry read_planned(const VerifyLaunch& launch, int64_t entry) {
+  return {launch.slots[entry], launch.prev_slots[entry], launch.expected_positions[entry],
+          launch.check_expected_token ? launch.expected_tokens[entry] : -1};
+}
 
+// The finding of an entry that names a slot outside the buffer.
+KVC_HD void report_range(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t entry, const PlannedEntry& planned) {
+  record(launch.log, {/*tag=*/endpoint.tag,
+                      /*slot=*/endpoint.holds(planned.slot) ? planned.prev_slot : planned.slot,
+                      /*position=*/planned.expected_position,
+                      /*stored_token=*/-1,
+                      /*expected_token=*/planned.expected_token,
+                      /*stored_chain_hash=*/0,
+                      /*expected_aux=*/static_cast<uint64_t>(endpoint.num_slots),
+                      /*reasons=*/kSlotOutOfRange}, row_of_entry(launch, entry));
+}
+
+// Compares a record with what the plan, its predecessor and the real KV say; reports where they differ.
+KVC_HD void check_record(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t entry, const PlannedEntry& planned,
+                         const Record& stored, uint64_t expected_hash, uint64_t real_kv_hash) {
   int64_t reasons = 0;
   if (stored.prev_hash != expected_hash) reasons |= kVerifyChainHash;
-  if (stored.position != expected_position) reasons |= kVerifyPosition;
-  if (stored.real_kv_hash != endpoint.real_kv_hash_of(slot)) reasons |= kVerifyRealKvHash;
-  if (expected_token != -1 && stored.token != expected_token) reasons |= kVerifyToken;
+  if (stored.position != planned.expected_position) reasons |= kVerifyPosition;
+  if (stored.real_kv_hash != real_kv_hash) reasons |= kVerifyRealKvHash;
+  if (planned.expected_token != -1 && stored.token != planned.expected_token) reasons |= kVerifyToken;
   if (reasons == 0) return;
   record(launch.log, {/*tag=*/endpoint.tag,
-                      /*slot=*/slot,
+                      /*slot=*/planned.slot,
                       /*position=*/stored.position,
                       /*stored_token=*/stored.token,
-                      /*expected_token=*/expected_token,
+                      /*expected_token=*/planned.expected_token,
                       /*stored_chain_hash=*/stored.prev_hash,
                       /*expected_aux=*/expected_hash,
                       /*reasons=*/reasons}, row_of_entry(launch, entry));
+}
+
+// What an entry's record should follow: the anchor at the start of a chain, nothing that could be compared behind slot 0,
+// which is unreachable, and else its predecessor, whose hash is asked for only then.
+template <typename HashOf>
+KVC_HD uint64_t expected_chain_hash(int64_t prev_slot, const Record& stored, HashOf hash_of) {
+  if (prev_slot < 0) return kAnchorHash;
+  return prev_slot == 0 ? stored.prev_hash : hash_of(prev_slot);
+}
+
+// The whole check of one entry.
+KVC_HD void verify_entry(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t entry) {
+  const PlannedEntry planned = read_planned(launch, entry);
+  if (planned.slot == 0) return;  // padding
+  if (!planned.in_range(endpoint)) return report_range(launch, endpoint, entry, planned);
+  const Record stored = endpoint.records[planned.slot];
+  const uint64_t expected =
+      expected_chain_hash(planned.prev_slot, stored, [&](int64_t slot) { return record_hash(endpoint.records[slot]); });
+  check_record(launch, endpoint, entry, planned, stored, expected, endpoint.real_kv_hash_of(planned.slot));
 }
 
 }  // namespace kvcanary

@@ -19,10 +19,21 @@ struct Integers {
   }
 };
 
-// The end of a chain: what the entry behind it stores as prev_hash, and the position that it should follow.
-struct alignas(16) Link {
+// The chain before a row's first entry: what that one stores as prev_hash, and the position that it should follow.
+struct alignas(16) Seed {
   uint64_t hash;
   int64_t position;
+};
+
+// What an entry follows. Links do not depend on the endpoint as long as seeds agree, so K and V share them, and so do the
+// HEAD and TAIL launches of a step.
+struct alignas(16) Link {
+  uint64_t hash;     // the running hash before the entry
+  int32_t previous;  // the entry whose position comes before, -1 for the row's seed
+  int32_t row;       // the row that it belongs to; its complement where another entry of the launch keeps the slot
+
+  KVC_HD int32_t row_of() const { return row < 0 ? ~row : row; }
+  KVC_HD bool keeps_slot() const { return row >= 0; }
 };
 
 struct WriteLaunch {
@@ -39,13 +50,19 @@ struct WriteLaunch {
   int64_t num_tokens;
   bool check_input;
   bool tree;
+  bool carried;                    // links and starts were left by a launch over the same entries
   const int32_t* check_positions;  // [1]
-  Link* seeds;                     // scratch [endpoints, row_capacity]: each row's, read before any record changes
-  Link* ends;                      // scratch [endpoints, num_tokens], where tree: the chain behind each entry
+  Link* links;                     // [num_tokens]
+  uint64_t* starts;                // [row_capacity]: the hash that each row's links start from
+  Seed* seeds;                     // scratch [endpoints, row_capacity]: each row's, read before any record changes
+  Link* ends;                      // scratch [endpoints, num_tokens], where tree: what the entries behind each one follow
+  uint32_t* finished;              // scratch [1], read where a verify came before: blocks that are done
   Log log;
   EndpointList endpoints;
 
-  KVC_HD Link& seed(int endpoint, int64_t row) const { return seeds[endpoint * row_capacity + row]; }
+  KVC_HD Seed& seed(int endpoint, int64_t row) const { return seeds[endpoint * row_capacity + row]; }
+  // Whether a row's links hold for an endpoint.
+  KVC_HD bool shares_chain(int endpoint, int64_t row) const { return seed(endpoint, row).hash == starts[row]; }
   KVC_HD Link& end(int endpoint, int64_t i) const { return ends[endpoint * num_tokens + i]; }
 };
 
@@ -77,16 +94,26 @@ KVC_HD Entry read_entry(const WriteLaunch& launch, int64_t i) {
   return {launch.slots[i], launch.tokens[i], launch.positions[i]};
 }
 
+// The position that an entry with this link should follow.
+KVC_HD int64_t position_before(const WriteLaunch& launch, int endpoint, int64_t row, const Link& link) {
+  return link.previous < 0 ? launch.seed(endpoint, row).position : launch.positions[link.previous];
+}
+
+// What follows on an entry with this link: a skipped one hands on what came before it.
+KVC_HD Link link_behind(const Link& link, const Entry& entry, int64_t i) {
+  if (entry.slot < 0) return link;
+  return {advance(link.hash, entry.token, entry.position), static_cast<int32_t>(i), link.row};
+}
+
 // Slot 0 is padding and has no content to start from; any other seed outside the buffer is none either.
 KVC_HD bool has_seed(const Endpoint& endpoint, int64_t seed_slot) {
   return seed_slot > 0 && endpoint.holds(seed_slot);
 }
 
-KVC_HD Link read_seed(const WriteLaunch& launch, const Endpoint& endpoint, int64_t row) {
-  const int64_t seed_slot = launch.seed_slots[row];
+KVC_HD Seed read_seed(const Endpoint& endpoint, int64_t seed_slot) {
   if (!has_seed(endpoint, seed_slot)) return {kAnchorHash, 0};
   const Record& seed = endpoint.records[seed_slot];
-  return {advance(seed.prev_hash, seed.token, seed.position), seed.position};
+  return {record_hash(seed), seed.position};
 }
 
 // Findings that belong to the row as a whole, once for each.
@@ -140,10 +167,13 @@ KVC_HD void report_parent(const WriteLaunch& launch, const Endpoint& endpoint, i
                       /*reasons=*/kSlotOutOfRange}, row);
 }
 
-// Findings of an entry that is not skipped; running is the hash before it, previous the position it should follow
-// where follows says that there is one.
-KVC_HD void check_entry(const WriteLaunch& launch, const Endpoint& endpoint, int64_t row, int64_t i, const Entry& entry,
-                        uint64_t running, bool follows, int64_t previous) {
+// Findings of an entry that is not skipped, by what it follows.
+KVC_HD void check_entry(const WriteLaunch& launch, int e, int64_t row, const RowRange& range, int64_t i, const Entry& entry,
+                        const Link& link) {
+  const Endpoint& endpoint = launch.endpoints.items[e];
+  const uint64_t running = link.hash;
+  const bool sound = !launch.tree || parent_of(launch, range, i).sound;
+  if (!sound) report_parent(launch, endpoint, row, i, entry, running);
   if (entry.slot >= endpoint.num_slots) {
     record(launch.log, {/*tag=*/endpoint.tag,
                         /*slot=*/entry.slot,
@@ -170,9 +200,10 @@ KVC_HD void check_entry(const WriteLaunch& launch, const Endpoint& endpoint, int
                           /*reasons=*/reasons}, row);
     }
   }
+  if (!sound || *launch.check_positions == 0 || !has_seed(endpoint, launch.seed_slots[row])) return;
   // Unsigned, so that the successor of the largest position wraps instead of being undefined.
-  const uint64_t next = static_cast<uint64_t>(previous) + 1;
-  if (follows && static_cast<uint64_t>(entry.position) != next) {
+  const uint64_t next = static_cast<uint64_t>(position_before(launch, e, row, link)) + 1;
+  if (static_cast<uint64_t>(entry.position) != next) {
     record(launch.log, {/*tag=*/endpoint.tag,
                         /*slot=*/entry.slot,
                         /*position=*/entry.position,
