@@ -20,11 +20,11 @@ WORKERS := $(if $(CUDA),,-n auto --dist loadfile)
 SOURCES := pyproject.toml $(shell find ffi jax_kvcanary pallas -type f -not -name '*.pyc')
 STAMP := $(VENV)/.kvcanary$(CUDA)
 
-.PHONY: help test demo lint format bench clean
+.PHONY: help test demo lint format bench bench-gpu clean
 
 help:
 	@sed -n '1,4p' Makefile
-	@echo "targets: test demo lint format bench clean"
+	@echo "targets: test demo lint format bench bench-gpu clean"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,10 @@ demo: $(STAMP)-demo
 
 bench: $(STAMP)-test
 	$(BIN)/python tests/benchmarks/bench_operations.py
+
+# Wants an NVIDIA GPU, nvcc on PATH, and CUDA set.
+bench-gpu: $(STAMP)-test
+	$(BIN)/python tests/benchmarks/bench_gpu.py
 
 lint: $(STAMP)-test
 	$(BIN)/ruff check .

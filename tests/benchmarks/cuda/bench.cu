@@ -1,0 +1,208 @@
+// Device times of write and verify beside the baseline and the floors, one line of JSON each. kernel_rows.py compiles and
+// runs this program; a limit is the most that a time may be of its reference.
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "baseline.cuh"
+#include "data.cuh"
+#include "floors.cuh"
+#include "harness.cuh"
+#include "launches.cuh"
+
+namespace bench {
+namespace {
+
+constexpr int64_t kNumSlots = 3'145'739;  // prime, and enough for every entry of every set to have a slot of its own
+constexpr int64_t kPrefillTokens = 16'384;
+constexpr int64_t kDecodeRows = 256;
+constexpr int64_t kVerifyRows = 256, kVerifyLength = 4'096;
+constexpr int64_t kVerifyEntries = kVerifyRows * kVerifyLength;
+constexpr int64_t kFewEntries = 256;
+// Sets that launches take in turn. What those of a large case touch together is more than the caches hold; cases of few
+// entries measure the latency of their launches.
+constexpr int kWriteSets = 48;
+constexpr int kVerifySets = 3;
+static_assert(kVerifySets * kVerifyEntries < kNumSlots && kWriteSets * kPrefillTokens < kNumSlots);
+
+using Limits = std::array<std::optional<double>, kModes.size()>;  // one a mode
+constexpr std::optional<double> kNoLimit = std::nullopt;
+
+struct Bench {
+  cudaStream_t stream;
+  Pool pool{kNumSlots};
+  Project project{kNumSlots, std::max(kVerifyRows, kDecodeRows)};
+  baseline::Baseline baseline{kNumSlots};
+  std::vector<int64_t> slots = permutation(1, kNumSlots, 3);
+
+  std::array<const Side*, 2> sides() const { return {&project, &baseline}; }
+};
+
+// Device times of the two sides, µs.
+struct Times {
+  double project, baseline;
+};
+
+// Both sides write `sets`, one after the other, into fresh buffers, and must leave the same records.
+void require_same_writes(const Bench& bench, const std::string& work, const std::vector<int>& numbers, const Mode& mode,
+                         const std::vector<const WriteSet*>& sets) {
+  bench.project.reset();
+  bench.baseline.reset();
+  int64_t tokens = 0;
+  for (const WriteSet* set : sets) {
+    tokens += set->num_tokens();
+    std::vector<EndpointView> ours, theirs;
+    for (int number : numbers) {
+      ours.push_back(bench.pool.endpoint(bench.project, number, mode));
+      theirs.push_back(bench.pool.endpoint(bench.baseline, number, mode));
+    }
+    check(bench.project.write(bench.stream, *set, ours), "launching this project's write");
+    check(bench.baseline.write(bench.stream, *set, theirs), "launching the baseline's write");
+  }
+  finish("writing");
+  require_same_records(work, bench.project, bench.baseline);
+  for (const Side* side : bench.sides()) {
+    side->require_clean(work);
+    for (int number : numbers) side->require_runs(work, number, static_cast<int64_t>(sets.size()), tokens);
+  }
+}
+
+// Write to all endpoints in one launch of this project and four of the baseline.
+Times write_times(const Bench& bench, const std::string& work, const Mode& mode, const std::vector<WriteSet>& before,
+                  const std::vector<WriteSet>& sets, Timing baseline_timing) {
+  // Only the sets that the baseline is timed on: it may need half a second for each.
+  std::vector<const WriteSet*> compared;
+  for (const WriteSet& set : before) compared.push_back(&set);
+  for (int i = 0; i < baseline_timing.launches && i < static_cast<int>(sets.size()); ++i) compared.push_back(&sets[i]);
+  require_same_writes(bench, work, {0, 1, 2, 3}, mode, compared);
+
+  const auto ours = bench.pool.endpoints(bench.project, mode), theirs = bench.pool.endpoints(bench.baseline, mode);
+  const double project_us = device_us(bench.stream, {kWriteSets, 7}, [&](int i) {
+    return bench.project.write(bench.stream, sets[i % sets.size()], ours);
+  });
+  const double baseline_us = device_us(bench.stream, baseline_timing, [&](int i) {
+    return bench.baseline.write(bench.stream, sets[i % sets.size()], theirs);
+  });
+  for (const Side* side : bench.sides()) side->require_clean(work);
+  return {project_us, baseline_us};
+}
+
+// Prefill: `rows` requests that share the tokens of a step evenly.
+void prefill_rows(const Bench& bench, const std::string& work, int64_t rows, const Limits& chain_limits, const Limits& baseline_limits) {
+  const int64_t length = kPrefillTokens / rows;
+  std::vector<WriteSet> sets;
+  for (int i = 0; i < kWriteSets; ++i) sets.push_back(write_set(rows, length, &bench.slots[i * kPrefillTokens], nullptr, 1000 + i));
+  const double floor_us = floors::chain_us(bench.stream, length);
+  for (size_t m = 0; m < kModes.size(); ++m) {
+    const Timing baseline_timing = rows == 1 ? Timing{2, 3} : Timing{kWriteSets, 3};
+    const Times times = write_times(bench, work, kModes[m], {}, sets, baseline_timing);
+    print_row(work, kModes[m].name, times.project, "chain floor", floor_us, chain_limits[m]);
+    print_row(work, kModes[m].name, times.project, "baseline", times.baseline, baseline_limits[m]);
+  }
+}
+
+// Decode: every request goes on behind a record that it has.
+void decode_rows(const Bench& bench) {
+  const std::string work = "write, 256 requests of 1 token, 4 endpoints";
+  std::vector<WriteSet> before, sets;
+  for (int i = 0; i < kWriteSets; ++i) {
+    const int64_t* seeds = &bench.slots[2 * i * kDecodeRows];
+    before.push_back(write_set(kDecodeRows, 1, seeds, nullptr, 2000 + i));
+    sets.push_back(write_set(kDecodeRows, 1, seeds + kDecodeRows, seeds, 3000 + i));
+  }
+  for (const Mode& mode : kModes) {
+    const Times times = write_times(bench, work, mode, before, sets, {kWriteSets, 7});
+    print_row(work, mode.name, times.project, "baseline", times.baseline);
+  }
+}
+
+// A changed token is found by both sides in the entry behind it, and nothing else is.
+void require_same_finding(const Bench& bench, const std::string& work, const VerifySet& set, const std::vector<EndpointView>& endpoint) {
+  const DeviceArray<int64_t>& records = bench.project.records[kTailK];
+  const int64_t token_at = set.slots.wide.at(kFewEntries / 2) * kRecordWords;
+  const int64_t token = records.at(token_at);
+  records.set(token_at, token + 1);
+  bench.project.log.reset();
+  bench.baseline.log.reset();
+  check(bench.project.verify(bench.stream, set, endpoint), "launching this project's verify");
+  check(bench.baseline.verify(bench.stream, set, endpoint), "launching the baseline's verify");
+  for (const Side* side : bench.sides()) {
+    require(side->log.write_index.at(0) == 1, work + ": the " + side->name + " does not find one changed token once");
+  }
+  for (int field = 0; field < kViolationWords; ++field) {
+    require(bench.project.log.ring.at(field) == bench.baseline.log.ring.at(field),
+            work + ": the two sides report a changed token differently, in field " + std::to_string(field));
+  }
+  records.set(token_at, token);
+}
+
+// Verify of one endpoint, on this project's records for both sides.
+Times verify_times(const Bench& bench, const std::string& work, const Mode& mode, const std::vector<VerifySet>& sets) {
+  const std::vector<EndpointView> endpoint = {bench.pool.endpoint(bench.project, kTailK, mode)};
+  bench.project.log.reset();
+  bench.baseline.log.reset();
+  int64_t entries = 0;
+  for (const VerifySet& set : sets) {
+    entries += set.num_entries();
+    check(bench.project.verify(bench.stream, set, endpoint), "launching this project's verify");
+    check(bench.baseline.verify(bench.stream, set, endpoint), "launching the baseline's verify");
+  }
+  for (const Side* side : bench.sides()) side->require_runs(work, kTailK, static_cast<int64_t>(sets.size()), entries);
+
+  const Timing timing = {12, 9};
+  const double project_us = device_us(bench.stream, timing, [&](int i) {
+    return bench.project.verify(bench.stream, sets[i % sets.size()], endpoint);
+  });
+  const double baseline_us = device_us(bench.stream, timing, [&](int i) {
+    return bench.baseline.verify(bench.stream, sets[i % sets.size()], endpoint);
+  });
+  for (const Side* side : bench.sides()) side->require_clean(work);
+  require_same_finding(bench, work, sets[0], endpoint);
+  return {project_us, baseline_us};
+}
+
+void verify_rows(const Bench& bench, const Limits& baseline_limits, double read_limit) {
+  const std::string many = "verify, 1,048,576 entries, 1 endpoint", few = "verify, 256 entries, 1 endpoint";
+  const std::string read = "read of 1,048,576 random rows of 2,048 bytes";
+  std::vector<WriteSet> writes;
+  std::vector<VerifySet> sets, few_sets;
+  for (int i = 0; i < kVerifySets; ++i) {
+    const int64_t* slots = &bench.slots[i * kVerifyEntries];
+    writes.push_back(write_set(kVerifyRows, kVerifyLength, slots, nullptr, 4000 + i));
+    sets.push_back(verify_set(kVerifyRows, kVerifyLength, kVerifyEntries, slots));
+    // The plan of an idle batch has the room of a busy one.
+    few_sets.push_back(verify_set(1, kFewEntries, kVerifyEntries, slots));
+  }
+  const Timing timing = {12, 9};
+  const double read_us = floors::read_us(bench.stream, timing, bench.pool, sets);
+  const double copy_us = floors::copy_us(bench.stream, timing, bench.pool, kVerifyEntries * kRowBytes);
+  print_row(read, "ALL", read_us, "copy", copy_us);
+  for (size_t m = 0; m < kModes.size(); ++m) {
+    require_same_writes(bench, many, {kTailK}, kModes[m], {&writes[0], &writes[1], &writes[2]});
+    const Times times = verify_times(bench, many, kModes[m], sets);
+    print_row(many, kModes[m].name, times.project, "baseline", times.baseline, baseline_limits[m]);
+    if (kModes[m].bytes == kRowBytes) print_row(many, kModes[m].name, times.project, "read", read_us, read_limit);
+    const Times few_times = verify_times(bench, few, kModes[m], few_sets);
+    print_row(few, kModes[m].name, few_times.project, "baseline", few_times.baseline);
+  }
+}
+
+}  // namespace
+}  // namespace bench
+
+int main() {
+  using namespace bench;
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream");
+  const Bench data{stream};
+  // Limits of the modes in their order: NONE, PARTIAL, ALL.
+  prefill_rows(data, "write, 1 request of 16,384 tokens, 4 endpoints", 1,
+               /*chain=*/{1.25, 1.25, 1.6}, /*baseline=*/{kNoLimit, 0.1, kNoLimit});
+  prefill_rows(data, "write, 32 requests of 512 tokens, 4 endpoints", 32,
+               /*chain=*/{kNoLimit, 1.5, kNoLimit}, /*baseline=*/{});
+  decode_rows(data);
+  verify_rows(data, /*baseline=*/{0.5, 0.6, 0.35}, /*read=*/1.5);
+  return 0;
+}

@@ -1,0 +1,103 @@
+// This project's side: the one place that fills its launch structures.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "cuda/launch.h"
+#include "data.cuh"
+
+namespace bench {
+
+static_assert(sizeof(kvcanary::Record) == kRecordWords * sizeof(int64_t));
+static_assert(kEndpoints <= kvcanary::kMaxEndpoints && kTags == kvcanary::kNumTags && kViolationWords == kvcanary::kViolationFields);
+
+class Project : public Side {
+ public:
+  // Launches have at most max_rows rows.
+  Project(int64_t num_slots, int64_t max_rows)
+      : Side("project", num_slots), row_flags_(max_rows), requests_(max_rows), seeds_(kEndpoints * max_rows) {
+    for (const DeviceArray<int32_t>* zeros : {&request_rows_, &row_flags_, &requests_}) zeros->fill_bytes(0);
+    reasons_.fill_bytes(0);
+    skips_.fill_bytes(0);
+  }
+
+  cudaError_t write(cudaStream_t stream, const WriteSet& set, const std::vector<EndpointView>& endpoints) const {
+    kvcanary::WriteLaunch launch = {};
+    launch.offsets = set.offsets.narrow.data();
+    launch.seed_slots = set.seed_slots.narrow.data();
+    launch.num_rows = set.num_rows.data();
+    launch.row_capacity = set.rows;
+    launch.tokens = {set.tokens.narrow.data(), false};
+    launch.positions = {set.positions.narrow.data(), false};
+    launch.slots = {set.slots.narrow.data(), false};
+    launch.num_tokens = set.num_tokens();
+    launch.check_positions = check_positions_.data();
+    launch.seeds = seeds_.data();
+    launch.log = log_of(set.rows);
+    launch.endpoints = list_of(endpoints);
+    return kvcanary::cuda::launch_write(stream, launch);
+  }
+
+  cudaError_t verify(cudaStream_t stream, const VerifySet& set, const std::vector<EndpointView>& endpoints) const {
+    kvcanary::VerifyLaunch launch = {};
+    launch.slots = set.slots.narrow.data();
+    launch.expected_tokens = set.expected_tokens.narrow.data();
+    launch.expected_positions = set.positions.narrow.data();
+    launch.prev_slots = set.prev_slots.narrow.data();
+    launch.num_valid = set.num_valid.data();
+    launch.enable = set.enable.data();
+    launch.row_offsets = set.row_offsets.narrow.data();
+    launch.capacity = set.capacity;
+    launch.log = log_of(set.rows);
+    launch.endpoints = list_of(endpoints);
+    return kvcanary::cuda::launch_verify(stream, launch);
+  }
+
+ private:
+  static kvcanary::EndpointList list_of(const std::vector<EndpointView>& views) {
+    kvcanary::EndpointList list = {};
+    for (const EndpointView& view : views) {
+      kvcanary::Endpoint& endpoint = list.items[list.size++];
+      endpoint.records = reinterpret_cast<kvcanary::Record*>(view.records);
+      endpoint.num_slots = view.num_slots;
+      endpoint.tag = view.tag;
+      endpoint.num_sources = view.real_kv_bytes > 0 ? 1 : 0;
+      kvcanary::Source& source = endpoint.sources[0];
+      source.data = view.real_kv;
+      source.page_stride = kRowBytes;
+      source.slot_stride = kRowBytes;
+      source.page_size = 1;
+      source.num_words = static_cast<uint32_t>(view.real_kv_bytes / 8);
+      source.paired = true;
+    }
+    return list;
+  }
+
+  kvcanary::Log log_of(int64_t rows) const {
+    require(rows <= row_flags_.size(), "a launch has more rows than this side was made for");
+    kvcanary::Log view = {};
+    view.ring = log.ring.data();
+    view.request_rows = request_rows_.data();
+    view.write_index = log.write_index.data();
+    view.kernel_runs = log.kernel_runs.data();
+    view.slot_runs = log.slot_runs.data();
+    view.reasons = reasons_.data();
+    view.skips = skips_.data();
+    view.row_flags = row_flags_.data();
+    view.requests = requests_.data();
+    view.ring_capacity = kRingCapacity;
+    view.num_rows = rows;
+    return view;
+  }
+
+  DeviceArray<int32_t> request_rows_{kRingCapacity};
+  DeviceArray<uint32_t> reasons_{kTags * kvcanary::kReasonColumns};
+  DeviceArray<uint32_t> skips_{kTags};
+  DeviceArray<int32_t> row_flags_, requests_;  // [max_rows]
+  DeviceArray<int32_t> check_positions_{std::vector<int32_t>{1}};
+  DeviceArray<kvcanary::Link> seeds_;  // [kEndpoints, max_rows]
+};
+
+}  // namespace bench
