@@ -65,12 +65,14 @@ NO_CUDA = (
 
 def test_constants_of_both_languages_agree():
     shared = _cpu.constants()
-    assert shared == {name: getattr(_launch if name == "MAX_ENDPOINTS" else constants, name) for name in shared}
+    modules = {"MAX_ENDPOINTS": _launch, "SUMMARY_WORDS": report}
+    assert shared == {name: getattr(modules.get(name, constants), name) for name in shared}
     assert set(shared) == {
         "CANARY_CHAIN_ANCHOR",
         "CANARY_SLOT_BYTES",
         "FAIL_REASON_COLUMNS",
         "MAX_ENDPOINTS",
+        "SUMMARY_WORDS",
         "MAX_REAL_KV_SOURCES",
         "NUM_LAUNCH_TAGS",
         "VIOLATION_FIELDS",

@@ -33,7 +33,7 @@ constexpr std::optional<double> kNoLimit = std::nullopt;
 struct Bench {
   cudaStream_t stream;
   Pool pool{kNumSlots};
-  Project project{kNumSlots, std::max(kVerifyRows, kDecodeRows)};
+  Project project{kNumSlots, std::max(kVerifyRows, kDecodeRows), kVerifyEntries};
   baseline::Baseline baseline{kNumSlots};
   std::vector<int64_t> slots = permutation(1, kNumSlots, 3);
 
@@ -65,7 +65,8 @@ void require_same_writes(const Bench& bench, const std::string& work, const std:
   require_same_records(work, bench.project, bench.baseline);
   for (const Side* side : bench.sides()) {
     side->require_clean(work);
-    for (int number : numbers) side->require_runs(work, number, static_cast<int64_t>(sets.size()), tokens);
+    const int64_t launches = side == &bench.project ? Project::launches_in_write(numbers.size()) : 1;
+    for (int number : numbers) side->require_runs(work, number, launches * static_cast<int64_t>(sets.size()), tokens);
   }
 }
 

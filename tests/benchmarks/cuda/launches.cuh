@@ -15,30 +15,32 @@ static_assert(kEndpoints <= kvcanary::kMaxEndpoints && kTags == kvcanary::kNumTa
 
 class Project : public Side {
  public:
-  // Launches have at most max_rows rows.
-  Project(int64_t num_slots, int64_t max_rows)
-      : Side("project", num_slots), row_flags_(max_rows), requests_(max_rows), seeds_(kEndpoints * max_rows) {
+  // Launches have at most max_rows rows and, where they write, max_tokens tokens.
+  Project(int64_t num_slots, int64_t max_rows, int64_t max_tokens)
+      : Side("project", num_slots),
+        row_flags_(max_rows),
+        requests_(max_rows),
+        seeds_(kEndpoints * max_rows),
+        starts_(max_rows),
+        links_(max_tokens) {
     for (const DeviceArray<int32_t>* zeros : {&request_rows_, &row_flags_, &requests_}) zeros->fill_bytes(0);
     reasons_.fill_bytes(0);
     skips_.fill_bytes(0);
   }
 
+  // The heads of a list, then its tails with the links of the heads, as a step has them; or any endpoints, by themselves.
   cudaError_t write(cudaStream_t stream, const WriteSet& set, const std::vector<EndpointView>& endpoints) const {
-    kvcanary::WriteLaunch launch = {};
-    launch.offsets = set.offsets.narrow.data();
-    launch.seed_slots = set.seed_slots.narrow.data();
-    launch.num_rows = set.num_rows.data();
-    launch.row_capacity = set.rows;
-    launch.tokens = {set.tokens.narrow.data(), false};
-    launch.positions = {set.positions.narrow.data(), false};
-    launch.slots = {set.slots.narrow.data(), false};
-    launch.num_tokens = set.num_tokens();
-    launch.check_positions = check_positions_.data();
-    launch.seeds = seeds_.data();
-    launch.log = log_of(set.rows);
-    launch.endpoints = list_of(endpoints);
-    return kvcanary::cuda::launch_write(stream, launch);
+    if (!is_step(endpoints)) {
+      kvcanary::WriteLaunch launch = write_launch(set, endpoints);
+      return kvcanary::cuda::launch_write(stream, launch);
+    }
+    const auto tails = endpoints.begin() + kTailK;
+    if (cudaError_t error = phase(stream, set, {endpoints.begin(), tails}, false); error != cudaSuccess) return error;
+    return phase(stream, set, {tails, endpoints.end()}, true);
   }
+
+  // How often a tag is counted in one write.
+  static int64_t launches_in_write(size_t endpoints) { return endpoints == kEndpoints ? 2 : 1; }
 
   cudaError_t verify(cudaStream_t stream, const VerifySet& set, const std::vector<EndpointView>& endpoints) const {
     kvcanary::VerifyLaunch launch = {};
@@ -56,6 +58,41 @@ class Project : public Side {
   }
 
  private:
+  static bool is_step(const std::vector<EndpointView>& endpoints) { return endpoints.size() == kEndpoints; }
+
+  // A phase of a step whose requests have nothing in the cache yet, so that its verify finds no entries.
+  cudaError_t phase(cudaStream_t stream, const WriteSet& set, const std::vector<EndpointView>& endpoints, bool carried) const {
+    kvcanary::WriteLaunch write = write_launch(set, endpoints);
+    write.carried = carried;
+    kvcanary::VerifyLaunch verify = {};
+    verify.num_valid = nothing_.data();
+    verify.enable = check_positions_.data();
+    verify.log = write.log;
+    verify.endpoints = write.endpoints;
+    return kvcanary::cuda::launch_phase(stream, verify, write, {});
+  }
+
+  kvcanary::WriteLaunch write_launch(const WriteSet& set, const std::vector<EndpointView>& endpoints) const {
+    require(set.num_tokens() <= links_.size(), "a launch has more tokens than this side was made for");
+    kvcanary::WriteLaunch launch = {};
+    launch.offsets = set.offsets.narrow.data();
+    launch.seed_slots = set.seed_slots.narrow.data();
+    launch.num_rows = set.num_rows.data();
+    launch.row_capacity = set.rows;
+    launch.tokens = {set.tokens.narrow.data(), false};
+    launch.positions = {set.positions.narrow.data(), false};
+    launch.slots = {set.slots.narrow.data(), false};
+    launch.num_tokens = set.num_tokens();
+    launch.check_positions = check_positions_.data();
+    launch.links = links_.data();
+    launch.starts = starts_.data();
+    launch.seeds = seeds_.data();
+    launch.finished = finished_.data();
+    launch.log = log_of(set.rows);
+    launch.endpoints = list_of(endpoints);
+    return launch;
+  }
+
   static kvcanary::EndpointList list_of(const std::vector<EndpointView>& views) {
     kvcanary::EndpointList list = {};
     for (const EndpointView& view : views) {
@@ -97,7 +134,11 @@ class Project : public Side {
   DeviceArray<uint32_t> skips_{kTags};
   DeviceArray<int32_t> row_flags_, requests_;  // [max_rows]
   DeviceArray<int32_t> check_positions_{std::vector<int32_t>{1}};
-  DeviceArray<kvcanary::Link> seeds_;  // [kEndpoints, max_rows]
+  DeviceArray<int32_t> nothing_{std::vector<int32_t>{0}};
+  DeviceArray<kvcanary::Seed> seeds_;  // [kEndpoints, max_rows]
+  DeviceArray<uint64_t> starts_;       // [max_rows]
+  DeviceArray<kvcanary::Link> links_;  // [max_tokens]
+  DeviceArray<uint32_t> finished_{1};
 };
 
 }  // namespace bench
