@@ -10,7 +10,7 @@ import jax
 from jax_kvcanary import _launch
 from jax_kvcanary._checks import ArrayLike, check_array, check_enum, check_type, index_array, integer_array
 from jax_kvcanary._ffi import WRITE_TARGET
-from jax_kvcanary._launch import Endpoint
+from jax_kvcanary._launch import BatchRows, Endpoint
 from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
 from jax_kvcanary.plan import WritePlan
 from jax_kvcanary.sources import RealKvSource
@@ -61,7 +61,37 @@ def write_step(
         TypeError: a wrong type or dtype. ValueError: a wrong shape, tag, mode or source geometry, or one expected array without
             the other.
     """
-    mode = check_enum(real_kv_hash_mode, "real_kv_hash_mode", RealKvHashMode)
+    buffers, state, _ = write_launch(
+        [Endpoint(canary_buf, tag, real_kv_sources)],
+        plan,
+        input_ids,
+        positions,
+        out_cache_loc,
+        device_state,
+        mode=real_kv_hash_mode,
+        expected_input_tokens=expected_input_tokens,
+        expected_input_positions=expected_input_positions,
+        parents=parents,
+    )
+    return buffers[0], state
+
+
+def write_launch(
+    endpoints: Sequence[Endpoint],
+    plan: WritePlan,
+    input_ids: ArrayLike,
+    positions: ArrayLike,
+    out_cache_loc: ArrayLike,
+    device_state: CanaryDeviceState,
+    *,
+    mode: RealKvHashMode,
+    expected_input_tokens: ArrayLike | None = None,
+    expected_input_positions: ArrayLike | None = None,
+    parents: ArrayLike | None = None,
+    rows: BatchRows | None = None,
+) -> tuple[list[jax.Array], CanaryDeviceState, BatchRows | None]:
+    """Write one step's records into several canary buffers, of as many slots each; findings are attributed to ``rows``."""
+    mode = check_enum(mode, "real_kv_hash_mode", RealKvHashMode)
     operands = WriteOperands.of(
         plan,
         input_ids,
@@ -75,16 +105,16 @@ def write_step(
     out = _launch.call(
         WRITE_TARGET,
         [*operands.arrays, state.enable_chain_position_assert],
-        [Endpoint(canary_buf, tag, real_kv_sources).checked(mode)],
+        [endpoint.checked(mode) for endpoint in endpoints],
         mode,
         state,
-        None,
-        own_words=[operands.scratch_words(1) + operands.link_words],
+        rows,
+        own_words=[operands.scratch_words(len(endpoints)) + operands.link_words],
         writes=True,
         check_input=operands.check_input,
         tree=operands.tree,
     )
-    return out.buffers[0], out.state
+    return out.buffers, out.state, out.rows
 
 
 @dataclass(frozen=True)

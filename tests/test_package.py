@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_kvcanary as kvc
-from jax_kvcanary import _cpu, _ffi, _launch, canary, constants
+from jax_kvcanary import _cpu, _ffi, _launch, canary, constants, report
 
 #: Every name of the public surface's description.
 PUBLIC = [

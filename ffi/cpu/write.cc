@@ -154,7 +154,9 @@ void launch_write(const Workers& workers, const WriteLaunch& launch) {
 void launch_phase(const Workers& workers, const VerifyLaunch& verify, const WriteLaunch& write, const ReportLaunch& report) {
   launch_verify(workers, verify);
   launch_write(workers, write);
-  if (report.summary != nullptr) write_report(write.log, report, 0, 1);
+  if (report.summary == nullptr) return;
+  blank_report(report, write.log.ring_capacity, 0, 1);
+  fill_report(write.log, report, 0, 1);
 }
 
 }  // namespace kvcanary::cpu

@@ -16,6 +16,8 @@ struct BeforeWrite {
   int64_t row_capacity;
   Seed* seeds;         // [endpoints, row_capacity]: read from the records
   uint32_t* finished;  // [1]: set to 0
+  ReportLaunch report;
+  int64_t ring_capacity;
 };
 
 cudaError_t launch_verify(cudaStream_t stream, const VerifyLaunch& launch, const BeforeWrite* before = nullptr);

@@ -194,26 +194,46 @@ __device__ inline void link_tree(const WriteLaunch& launch, int64_t row, const R
 }
 
 inline constexpr int kMaxSmallTokens = 1024;
+inline constexpr int kSmallPlaces = 2 * kMaxSmallTokens;
 
-// All entries of a small launch.
+// All entries of a small launch, and a hash table of their slots with the last entry that names each.
 struct SmallChain {
   ulonglong2 operands[kMaxSmallTokens];  // token, position
   bool advances[kMaxSmallTokens];
+  int32_t slots[kSmallPlaces];  // -1 for none
+  int32_t last[kSmallPlaces];
 };
 
-// The whole first part by one block: entries in shared memory, one thread a row.
+// The place of a slot, which is entered where it is not there yet. There are more places than entries.
+__device__ inline int place_of(SmallChain& chain, int32_t slot) {
+  int place = static_cast<int>(splitmix64(static_cast<uint64_t>(slot)) % kSmallPlaces);
+  for (int32_t found; (found = atomicCAS(&chain.slots[place], -1, slot)) != -1 && found != slot;) place = (place + 1) % kSmallPlaces;
+  return place;
+}
+
+// No buffer has more slots than int32 can count.
+__device__ inline bool may_be_held(int64_t slot) { return slot >= 0 && slot < INT32_MAX; }
+
+// The whole first part by one block, with all entries in shared memory and one thread a row.
 __device__ inline void link_small(const WriteLaunch& launch, SmallChain& chain) {
+  const int64_t rows = write_rows(launch);
+  for (int64_t item = threadIdx.x; item < rows * launch.endpoints.size; item += blockDim.x) {
+    read_seed_of(launch, static_cast<int>(item / rows), item % rows);
+  }
+  for (int place = threadIdx.x; place < kSmallPlaces; place += blockDim.x) {
+    chain.slots[place] = -1;
+    chain.last[place] = -1;
+  }
+  __syncthreads();
   const RowRange entries = all_entries(launch);
   for (int64_t i = threadIdx.x; i < launch.num_tokens; i += blockDim.x) {
     const Entry entry = read_entry(launch, i);
     chain.operands[i] = {static_cast<uint64_t>(entry.token), static_cast<uint64_t>(entry.position)};
     chain.advances[i] = entry.slot >= 0;
+    if (may_be_held(entry.slot) && entries.begin <= i && i < entries.end) {
+      atomicMax(&chain.last[place_of(chain, static_cast<int32_t>(entry.slot))], static_cast<int>(i));
+    }
   }
-  const int64_t rows = write_rows(launch);
-  for (int64_t row = threadIdx.x; row < rows; row += blockDim.x) {
-    for (int e = 0; e < launch.endpoints.size; ++e) read_seed_of(launch, e, row);
-  }
-  if (!entries.empty()) claim_slots(launch, threadIdx.x, blockDim.x);
   __syncthreads();
   for (int64_t row = threadIdx.x; row < rows; row += blockDim.x) {
     const RowRange range = row_range(launch, row);
@@ -223,6 +243,11 @@ __device__ inline void link_small(const WriteLaunch& launch, SmallChain& chain) 
       if (!chain.advances[i]) continue;
       link = {mix3(link.hash, chain.operands[i].x, chain.operands[i].y), static_cast<int32_t>(i), link.row};
     }
+  }
+  __syncthreads();
+  for (int64_t i = entries.begin + threadIdx.x; i < entries.end; i += blockDim.x) {
+    const int64_t slot = launch.slots[i];
+    if (may_be_held(slot) && chain.last[place_of(chain, static_cast<int32_t>(slot))] != i) launch.links[i].row = ~launch.links[i].row;
   }
 }
 

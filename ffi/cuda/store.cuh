@@ -8,8 +8,8 @@ namespace kvcanary::cuda {
 
 // How it is known which of several entries that name one slot keeps it.
 enum class Keeper {
-  kClaim,    // by the claims in the records
-  kCarried,  // by the links, which another launch marked
+  kClaim,    // by the claims in the records; the links are marked on the way
+  kCarried,  // by the links, which are marked already
   kLast,     // rows are walked one after the other, so the last one to come keeps it
 };
 
@@ -29,7 +29,7 @@ __device__ inline bool rows_in_order(const WriteLaunch& launch) {
 }
 
 // Checks and stores the entries of a warp's lanes; `live` where a lane has one that its endpoint shares the link of. Returns how
-// many were stored.
+// many the warp stored.
 template <bool kLong>
 __device__ unsigned store_lanes(const WriteLaunch& launch, int e, int64_t row, const RowRange& range, int64_t i, const Entry& entry,
                                 const Link& link, bool live, Keeper keeper, RowStages* stages) {
@@ -64,33 +64,33 @@ __device__ unsigned store_row(const WriteLaunch& launch, int e, int64_t row, con
 // Every row's own findings, and the rows that cannot use the links. Blocks take rows in turn, and each of their warps one of
 // those that must be walked.
 template <bool kLong>
-__device__ unsigned store_rows(const WriteLaunch& launch, Keeper keeper, RowStages* stages) {
+__device__ void store_rows(const WriteLaunch& launch, Keeper keeper, RowStages* stages) {
   __shared__ int64_t walks[kMaxSmallTokens];
   __shared__ int num_walks;
   const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp, endpoints = launch.endpoints.size;
   const int64_t items = write_rows(launch) * endpoints, blocks = gridDim.x;
-  unsigned stored = 0;
   for (int64_t first = blockIdx.x; first < items; first += blocks * blockDim.x) {
-    if (threadIdx.x == 0) num_walks = 0;
-    __syncthreads();
     const int64_t item = first + blocks * threadIdx.x;
+    bool walk = false;
     if (item < items) {
       const int e = static_cast<int>(item % endpoints);
       const int64_t row = item / endpoints;
       const RowRange range = row_range(launch, row);
       check_row(launch, launch.endpoints.items[e], row, range);
-      if (!range.empty() && !launch.shares_chain(e, row)) walks[atomicAdd(&num_walks, 1)] = item;
+      walk = !range.empty() && !launch.shares_chain(e, row);
     }
+    num_walks = 0;
+    if (!__syncthreads_or(walk)) continue;
+    if (walk) walks[atomicAdd(&num_walks, 1)] = item;
     __syncthreads();
     for (int w = warp; w < num_walks; w += warps) {
       const int e = static_cast<int>(walks[w] % endpoints);
       const int64_t row = walks[w] / endpoints;
-      const unsigned count = store_row<kLong>(launch, e, row, row_range(launch, row), keeper, stages);
-      if (threadIdx.x % kWarp == 0) add(&launch.log.slot_runs[launch.endpoints.items[e].tag], static_cast<uint64_t>(count));
+      const unsigned stored = store_row<kLong>(launch, e, row, row_range(launch, row), keeper, stages);
+      if (threadIdx.x % kWarp == 0) add(&launch.log.slot_runs[launch.endpoints.items[e].tag], static_cast<uint64_t>(stored));
     }
     __syncthreads();
   }
-  return stored;
 }
 
 // Rows that share entries: one warp an endpoint takes them one after the other.
@@ -116,7 +116,7 @@ __device__ inline bool is_sound(const WriteLaunch& launch, const Link& link, int
 
 // The whole second part, by all blocks of the launch.
 template <bool kLong>
-__device__ void store_entries(const WriteLaunch& launch, RowStages* block_stages) {
+__device__ void store_entries(const WriteLaunch& launch, Keeper keeper, RowStages* block_stages) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
   RowStages* stages = kLong ? block_stages + warp : nullptr;
   const int endpoints = launch.endpoints.size;
@@ -125,7 +125,6 @@ __device__ void store_entries(const WriteLaunch& launch, RowStages* block_stages
     if (blockIdx.x == 0 && warp < endpoints) store_in_turn<kLong>(launch, warp, stages);
     return;
   }
-  const Keeper keeper = launch.carried ? Keeper::kCarried : Keeper::kClaim;
   store_rows<kLong>(launch, keeper, stages);
 
   // Warps take turns between the endpoints.
@@ -136,11 +135,11 @@ __device__ void store_entries(const WriteLaunch& launch, RowStages* block_stages
   uint64_t stored = 0;
   for (int64_t base = entries.begin + number / endpoints * kWarp; base < entries.end; base += in_turn * kWarp) {
     const int64_t i = base + lane;
-    Link link = {0, -1, 0};
-    if (i < entries.end) link = launch.links[i];
+    const bool inside = i < entries.end;
+    const Entry entry = inside ? read_entry(launch, i) : Entry{-1, 0, 0};
+    const Link link = inside ? launch.links[i] : Link{0, -1, 0};
     const int64_t row = link.row_of();
-    const bool live = i < entries.end && is_sound(launch, link, i) && launch.shares_chain(e, row);
-    const Entry entry = live ? read_entry(launch, i) : Entry{-1, 0, 0};
+    const bool live = inside && is_sound(launch, link, i) && launch.shares_chain(e, row);
     const RowRange range = live ? row_range(launch, row) : RowRange{0, 0, false};
     stored += store_lanes<kLong>(launch, e, row, range, i, entry, link, live, keeper, stages);
   }
@@ -157,7 +156,7 @@ __device__ inline void finish(const WriteLaunch& launch, const ReportLaunch& rep
   __syncthreads();
   if (!last) return;
   __threadfence();
-  write_report(launch.log, report, threadIdx.x, blockDim.x);
+  fill_report(launch.log, report, threadIdx.x, blockDim.x);
 }
 
 }  // namespace kvcanary::cuda

@@ -1,8 +1,8 @@
 // Verify on CUDA: one lane an entry, over a grid that the device's size bounds, not the plan's capacity.
 //
-// Neighbouring lanes have neighbouring entries, which mostly are neighbouring positions of one row. So a record is read and
-// hashed once, for its own entry, and handed to the next lane; only where the plan names another predecessor is that one
-// read too. A warp has the loads of several entries a lane in flight before it checks the first.
+// A warp takes neighbouring entries, which mostly are neighbouring positions of one row. So a record is read and hashed once,
+// for its own entry, and its hash is handed to the next lane; only where the plan names another predecessor is that one read
+// too. While a warp checks 32 entries, the records of the next 32 and the plan of those behind them are on their way.
 #include "cuda/launch.h"
 #include "cuda/warp.cuh"
 
@@ -11,7 +11,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kRounds = 2;  // entries of a lane in flight
 
 __device__ Record load_record(const Endpoint& endpoint, int64_t slot) {
   const auto* halves = reinterpret_cast<const longlong2*>(&endpoint.records[slot]);
@@ -19,79 +18,80 @@ __device__ Record load_record(const Endpoint& endpoint, int64_t slot) {
   return {first.x, first.y, static_cast<uint64_t>(second.x), static_cast<uint64_t>(second.y)};
 }
 
-// One lane's entry on its way through the check.
-struct Lane {
+// A lane's entry whose records are on their way.
+struct Fetched {
   PlannedEntry planned;
-  Record stored;
-  uint64_t before;      // hash of the planned predecessor's record
-  uint64_t real_kv_hash;
-  bool live, readable;  // it is an entry to check; it names a record
+  Record stored, predecessor;
+  bool readable;   // it names a record
+  bool neighbour;  // its predecessor is the record of the lane before
 };
 
-// Checks the entries of the warp's lanes from `base` on, for all lanes at once.
+// The plan of a lane's entry; past the last one, of slot 0, which is skipped.
+__device__ PlannedEntry plan_of(const VerifyLaunch& launch, int64_t entry, int64_t end) {
+  return entry < end ? read_planned(launch, entry) : PlannedEntry{0, 0, 0, -1};
+}
+
+// Starts the loads of an entry. `slot_before` is the slot that the warp's last lane had read 32 entries earlier, 0 for none.
+__device__ Fetched fetch(const Endpoint& endpoint, const PlannedEntry& planned, int32_t slot_before) {
+  Fetched fetched;
+  fetched.planned = planned;
+  fetched.readable = planned.slot != 0 && planned.in_range(endpoint);
+  const int32_t before = __shfl_up_sync(kFullMask, fetched.readable ? planned.slot : 0, 1);
+  fetched.neighbour = planned.prev_slot > 0 && planned.prev_slot == (threadIdx.x % kWarp == 0 ? slot_before : before);
+  if (fetched.readable) {
+    fetched.stored = load_record(endpoint, planned.slot);
+    if (planned.prev_slot > 0 && !fetched.neighbour) fetched.predecessor = load_record(endpoint, planned.prev_slot);
+    for (int s = 0; s < endpoint.num_sources; ++s) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(endpoint.sources[s].slot_bytes(static_cast<uint32_t>(planned.slot))));
+    }
+  }
+  return fetched;
+}
+
+// Checks an entry whose records have come; `hash_before` is that of the record that the warp's last lane had 32 entries
+// earlier, and becomes that of the present one.
 template <bool kLong>
-__device__ void check_rounds(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t base, int rounds, int64_t entries,
-                             RowStages* stages) {
-  const int lane = threadIdx.x % kWarp;
-  Lane lanes[kRounds];
-#pragma unroll
-  for (int r = 0; r < kRounds; ++r) {
-    const int64_t i = base + r * kWarp + lane;
-    Lane& mine = lanes[r];
-    mine.live = r < rounds && i < entries;
-    mine.planned = mine.live ? read_planned(launch, i) : PlannedEntry{0, 0, 0, -1};
-    mine.live = mine.planned.slot != 0;  // slot 0 is padding
-    mine.readable = mine.live && mine.planned.in_range(endpoint);
-  }
-
-  // Where the lane before has the predecessor, its record is not read again.
-  bool neighbour[kRounds];
-  Record predecessors[kRounds];
-#pragma unroll
-  for (int r = 0; r < kRounds; ++r) {
-    Lane& mine = lanes[r];
-    if (mine.readable) mine.stored = load_record(endpoint, mine.planned.slot);
-    const int64_t readable_slot = mine.readable ? mine.planned.slot : 0;
-    int64_t slot_before = __shfl_up_sync(kFullMask, readable_slot, 1);
-    if (r > 0) {
-      const int64_t last = __shfl_sync(kFullMask, lanes[r - 1].readable ? lanes[r - 1].planned.slot : 0, kWarp - 1);
-      if (lane == 0) slot_before = last;
-    } else if (lane == 0) {
-      slot_before = 0;
-    }
-    neighbour[r] = mine.planned.prev_slot > 0 && slot_before == mine.planned.prev_slot;
-    if (mine.readable && mine.planned.prev_slot > 0 && !neighbour[r]) predecessors[r] = load_record(endpoint, mine.planned.prev_slot);
-  }
-
-#pragma unroll
-  for (int r = 0; r < kRounds; ++r) {
-    if (r < rounds) lanes[r].real_kv_hash = real_kv_hash_of<kLong>(endpoint, lanes[r].readable, lanes[r].planned.slot, stages);
-  }
-
-  uint64_t last_hash = 0;
-#pragma unroll
-  for (int r = 0; r < kRounds; ++r) {
-    Lane& mine = lanes[r];
-    const uint64_t own_hash = mine.readable ? record_hash(mine.stored) : 0;
-    uint64_t hash_before = __shfl_up_sync(kFullMask, own_hash, 1);
-    if (lane == 0) hash_before = last_hash;
-    last_hash = __shfl_sync(kFullMask, own_hash, kWarp - 1);
-    const int64_t i = base + r * kWarp + lane;
-    if (mine.readable) {
-      const uint64_t expected = expected_chain_hash(mine.planned.prev_slot, mine.stored, [&](int64_t) {
-        return neighbour[r] ? hash_before : record_hash(predecessors[r]);
-      });
-      check_record(launch, endpoint, i, mine.planned, mine.stored, expected, mine.real_kv_hash);
-    } else if (mine.live) {
-      report_range(launch, endpoint, i, mine.planned);
-    }
+__device__ void check(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t entry, const Fetched& fetched, RowStages* stages,
+                      uint64_t* hash_before) {
+  const uint64_t real_kv_hash = real_kv_hash_of<kLong>(endpoint, fetched.readable, fetched.planned.slot, stages);
+  const uint64_t own_hash = fetched.readable ? record_hash(fetched.stored) : 0;
+  uint64_t before = __shfl_up_sync(kFullMask, own_hash, 1);
+  if (threadIdx.x % kWarp == 0) before = *hash_before;
+  *hash_before = __shfl_sync(kFullMask, own_hash, kWarp - 1);
+  if (fetched.readable) {
+    const uint64_t expected = expected_chain_hash(fetched.planned.prev_slot, fetched.stored, [&](int64_t) {
+      return fetched.neighbour ? before : record_hash(fetched.predecessor);
+    });
+    check_record(launch, endpoint, entry, fetched.planned, fetched.stored, expected, real_kv_hash);
+  } else if (fetched.planned.slot != 0) {
+    report_range(launch, endpoint, entry, fetched.planned);
   }
 }
 
+// Checks the entries [begin, end) by one warp.
+template <bool kLong>
+__device__ void check_entries(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t begin, int64_t end, RowStages* stages) {
+  const int64_t first = begin + threadIdx.x % kWarp;
+  uint64_t hash_before = 0;
+  Fetched fetched = fetch(endpoint, plan_of(launch, first, end), 0);
+  PlannedEntry planned = plan_of(launch, first + kWarp, end);
+  for (int64_t base = begin; base < end; base += kWarp) {
+    const int64_t entry = base + threadIdx.x % kWarp;
+    const Fetched current = fetched;
+    fetched = fetch(endpoint, planned, __shfl_sync(kFullMask, current.readable ? current.planned.slot : 0, kWarp - 1));
+    planned = plan_of(launch, entry + 2 * kWarp, end);
+    check<kLong>(launch, endpoint, entry, current, stages, &hash_before);
+  }
+}
+
+// What the write behind this launch must know of the records as they are now. The grid's last threads do it, while its first
+// ones check.
 __device__ void prepare_write(const EndpointList& endpoints, const BeforeWrite& before, int64_t thread, int64_t threads) {
-  if (thread == 0) *before.finished = 0;
+  const int64_t number = threads - 1 - thread;
+  if (number == 0) *before.finished = 0;
+  if (before.report.summary != nullptr) blank_report(before.report, before.ring_capacity, number, threads);
   const int64_t wanted = *before.num_rows, rows = wanted < before.row_capacity ? wanted : before.row_capacity;
-  for (int64_t item = thread; item < rows * endpoints.size; item += threads) {
+  for (int64_t item = number; item < rows * endpoints.size; item += threads) {
     const int64_t e = item / rows, row = item % rows;
     before.seeds[e * before.row_capacity + row] = read_seed(endpoints.items[e], before.seed_slots[row]);
   }
@@ -108,15 +108,14 @@ __global__ void __launch_bounds__(kThreads) verify_kernel(const __grid_constant_
   if constexpr (kBeforeWrite) prepare_write(launch.endpoints, before, thread, threads);
   if (*launch.enable == 0) return;
 
-  const int64_t entries = verify_entries(launch);
-  const int64_t warps = threads / kWarp, first = thread / kWarp;
-  const int rounds = entries > warps * kWarp ? kRounds : 1;
-  const int64_t chunk = static_cast<int64_t>(rounds) * kWarp;
-  for (int64_t base = first * chunk; base < entries; base += warps * chunk) {
-    for (int e = 0; e < launch.endpoints.size; ++e) {
-      check_rounds<kLong>(launch, launch.endpoints.items[e], base, rounds, entries, stages);
-    }
-  }
+  // Warps take turns between the endpoints; each has one piece of the plan.
+  const int endpoints = launch.endpoints.size;
+  const int64_t number = thread / kWarp / endpoints, in_turn = threads / kWarp / endpoints;
+  if (number >= in_turn) return;
+  const int64_t entries = verify_entries(launch), batches = (entries + kWarp - 1) / kWarp;
+  const int64_t piece = (batches + in_turn - 1) / in_turn * kWarp, begin = number * piece;
+  const int64_t end = begin + piece < entries ? begin + piece : entries;
+  check_entries<kLong>(launch, launch.endpoints.items[thread / kWarp % endpoints], begin, end, stages);
 }
 
 template <bool kLong, bool kBeforeWrite>
@@ -124,7 +123,7 @@ cudaError_t enqueue(cudaStream_t stream, const VerifyLaunch& launch, const Befor
   const auto kernel = verify_kernel<kLong, kBeforeWrite>;
   const size_t shared_bytes = kLong ? kWarps * sizeof(RowStages) : 0;
   unsigned blocks = 0;
-  const int64_t wanted = (launch.capacity + kThreads - 1) / kThreads;
+  const int64_t wanted = (launch.capacity * launch.endpoints.size + kThreads - 1) / kThreads;
   if (cudaError_t error = resident_blocks(reinterpret_cast<const void*>(kernel), kThreads, shared_bytes, wanted, &blocks); error != cudaSuccess) {
     return error;
   }

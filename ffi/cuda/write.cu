@@ -43,7 +43,7 @@ template <bool kLong>
 __global__ void __launch_bounds__(kStoreThreads) store_kernel(const __grid_constant__ WriteLaunch launch,
                                                               const __grid_constant__ ReportLaunch report) {
   extern __shared__ __align__(16) unsigned char shared[];
-  store_entries<kLong>(launch, reinterpret_cast<RowStages*>(shared));
+  store_entries<kLong>(launch, launch.carried ? Keeper::kCarried : Keeper::kClaim, reinterpret_cast<RowStages*>(shared));
   finish(launch, report);
 }
 
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kMaxSmallTokens) small_write_kernel(const __gr
   __shared__ SmallChain chain;
   link_small(launch, chain);
   __syncthreads();
-  store_entries<false>(launch, nullptr);
+  store_entries<false>(launch, Keeper::kCarried, nullptr);
   finish(launch, report);
 }
 
@@ -109,7 +109,8 @@ cudaError_t launch_write(cudaStream_t stream, const WriteLaunch& launch) {
 
 cudaError_t launch_phase(cudaStream_t stream, const VerifyLaunch& verify, const WriteLaunch& write, const ReportLaunch& report) {
   if (write.endpoints.size == 0) return cudaSuccess;
-  const BeforeWrite before{write.seed_slots, write.num_rows, write.row_capacity, write.seeds, write.finished};
+  const BeforeWrite before{write.seed_slots, write.num_rows, write.row_capacity, write.seeds, write.finished, report,
+                           write.log.ring_capacity};
   if (cudaError_t error = launch_verify(stream, verify, &before); error != cudaSuccess) return error;
   return enqueue_write(stream, write, report);
 }

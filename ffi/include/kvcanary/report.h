@@ -28,30 +28,29 @@ KVC_HD T fresh(const T* value) {
 #endif
 }
 
-// One thread's share of the report. Rows that the ring does not hold yet are zero, and belong to no request.
-KVC_HD void write_report(const Log& log, const ReportLaunch& report, int64_t thread, int64_t threads) {
+// One thread's share of the report before there are findings: all rows zero, and of no request.
+KVC_HD void blank_report(const ReportLaunch& report, int64_t ring_capacity, int64_t thread, int64_t threads) {
+  for (int64_t i = thread; i < ring_capacity * kViolationFields; i += threads) report.ring[i] = 0;
+  for (int64_t i = thread; i < ring_capacity; i += threads) report.request_rows[i] = -1;
+}
+
+// One thread's share of what there is to report: the rows that the ring holds, and the summary.
+KVC_HD void fill_report(const Log& log, const ReportLaunch& report, int64_t thread, int64_t threads) {
+  const struct {
+    const void* words;
+    int count;
+  } parts[] = {{log.write_index, 1},          {report.num_invalid_rows, 1},     {report.reset_count, 1},
+               {log.kernel_runs, 2 * kNumTags}, {log.slot_runs, 2 * kNumTags}, {log.reasons, kNumTags * kReasonColumns},
+               {log.skips, kNumTags}};
+  for (int64_t word = thread; word < kSummaryWords; word += threads) {
+    int first = 0, part = 0;
+    while (word >= first + parts[part].count) first += parts[part++].count;
+    report.summary[word] = fresh(static_cast<const uint32_t*>(parts[part].words) + (word - first));
+  }
   const int32_t found = fresh(log.write_index);
   const int64_t rows = found < 0 || found > log.ring_capacity ? log.ring_capacity : found;
-  for (int64_t i = thread; i < log.ring_capacity * kViolationFields; i += threads) {
-    report.ring[i] = i < rows * kViolationFields ? fresh(&log.ring[i]) : 0;
-  }
-  for (int64_t i = thread; i < log.ring_capacity; i += threads) report.request_rows[i] = i < rows ? fresh(&log.request_rows[i]) : -1;
-
-  const struct {
-    const uint32_t* words;
-    int count;
-  } parts[] = {{reinterpret_cast<const uint32_t*>(log.write_index), 1},
-               {reinterpret_cast<const uint32_t*>(report.num_invalid_rows), 1},
-               {reinterpret_cast<const uint32_t*>(report.reset_count), 1},
-               {reinterpret_cast<const uint32_t*>(log.kernel_runs), 2 * kNumTags},
-               {reinterpret_cast<const uint32_t*>(log.slot_runs), 2 * kNumTags},
-               {log.reasons, kNumTags * kReasonColumns},
-               {log.skips, kNumTags}};
-  uint32_t* summary = report.summary;
-  for (const auto& part : parts) {
-    for (int64_t i = thread; i < part.count; i += threads) summary[i] = fresh(&part.words[i]);
-    summary += part.count;
-  }
+  for (int64_t i = thread; i < rows * kViolationFields; i += threads) report.ring[i] = fresh(&log.ring[i]);
+  for (int64_t i = thread; i < rows; i += threads) report.request_rows[i] = fresh(&log.request_rows[i]);
 }
 
 }  // namespace kvcanary
