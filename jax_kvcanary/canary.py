@@ -83,10 +83,14 @@ class Canary:
         """
         self._check(state, batch)
         groups, device_state = [], state.device_state
-        plans, slots, rows = [], [], self._rows(batch)
+        requests, rows = self._requests(batch), None
+        plans, slots = [], []
         for group in state.groups:
             lut = group.lut(pool)
-            plans.append(self._plan(group, batch, device_state, lut))
+            group_plan = self._plan(group, batch, device_state, lut)
+            if rows is None and group_plan.row_flags is not None:
+                rows = BatchRows(requests, group_plan.row_flags)
+            plans.append(dataclasses.replace(group_plan, row_flags=None))
             slots.append(translate_slots(batch.out_cache_loc, lut))
             group, device_state, rows = self._verify_and_write("head", group, plans[-1], slots[-1], batch, device_state, rows, pool)
             groups.append(group)
@@ -112,7 +116,9 @@ class Canary:
         if len(step.plans) != len(state.groups):
             raise ValueError(f"`step` has plans for {len(step.plans)} groups, but `state` has {len(state.groups)} groups.")
         groups, device_state = [], state.device_state
-        rows = self._rows(batch, step.row_flags)
+        requests, rows = self._requests(batch), None
+        if requests.shape[0]:
+            rows = BatchRows(requests, jnp.zeros_like(requests) if step.row_flags is None else step.row_flags)
         for group, group_plan, slots in zip(state.groups, step.plans, step.out_cache_locs, strict=True):
             group, device_state, rows = self._verify_and_write("tail", group, group_plan, slots, batch, device_state, rows, pool)
             groups.append(group)
@@ -329,14 +335,11 @@ class Canary:
                     f"{'None' if given else 'an array'} when `enable_write_input_assert` is {'off' if given else 'on'}."
                 )
 
-    def _rows(self, batch: ForwardBatch, flags: ArrayLike | None = None) -> BatchRows | None:
-        """The rows of the batch, with nothing found so far unless told; None for a batch without rows."""
-        requests = index_array(
+    def _requests(self, batch: ForwardBatch) -> jax.Array:
+        """The request row of each row of the batch, int32 [bs]."""
+        return index_array(
             batch.plan_input.req_pool_indices, "batch.plan_input.req_pool_indices", (None,), "one request row for each row of the batch"
         )
-        if not requests.shape[0]:
-            return None
-        return BatchRows(requests, jnp.zeros_like(requests) if flags is None else flags)
 
     def _plan(self, group: CanaryBufferGroup, batch: ForwardBatch, device_state: CanaryDeviceState, lut: ArrayLike | None) -> Plan:
         return plan(

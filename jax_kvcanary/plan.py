@@ -92,14 +92,23 @@ class WritePlan:
     write_num_valid_reqs: ArrayLike
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("verify", "write", "num_invalid_rows"), meta_fields=())
+@partial(jax.tree_util.register_dataclass, data_fields=("verify", "write", "num_invalid_rows", "row_flags"), meta_fields=())
 @dataclass(frozen=True)
 class Plan:
-    """Both plans of a step, and the number of rows that made no sense, int32 [1]."""
+    """Both plans of a step.
+
+    Fields:
+        verify: what is checked.
+        write: what is written.
+        num_invalid_rows: int32 [1]; rows that made no sense.
+        row_flags: int32 [bs]; zeros, in which the launches of a step collect what they find for each row of the batch. None for a batch
+            without rows, and once they are in use.
+    """
 
     verify: VerifyPlan
     write: WritePlan
     num_invalid_rows: ArrayLike
+    row_flags: ArrayLike | None = None
 
 
 def plan(
@@ -185,6 +194,7 @@ def plan(
             write_num_valid_reqs=out.write_num_valid_reqs,
         ),
         num_invalid_rows=out.num_invalid_rows,
+        row_flags=out.row_flags,
     )
 
 

@@ -109,6 +109,7 @@ def plan(
             write_num_valid_reqs=np.array([bs], np.int32),
         ),
         num_invalid_rows=np.array([num_invalid], np.int32),
+        row_flags=np.zeros(bs, np.int32) if bs else None,
     )
 
 
