@@ -87,7 +87,7 @@ class Canary:
         plans, slots = [], []
         for group in state.groups:
             lut = group.lut(pool)
-            group_plan = self._plan(group, batch, device_state, lut)
+            group_plan = self._plan(group, batch, device_state, lut, self._verify_phase(group, state))
             if rows is None and group_plan.row_flags is not None:
                 rows = BatchRows(requests, group_plan.row_flags)
             plans.append(dataclasses.replace(group_plan, row_flags=None))
@@ -341,7 +341,24 @@ class Canary:
             batch.plan_input.req_pool_indices, "batch.plan_input.req_pool_indices", (None,), "one request row for each row of the batch"
         )
 
-    def _plan(self, group: CanaryBufferGroup, batch: ForwardBatch, device_state: CanaryDeviceState, lut: ArrayLike | None) -> Plan:
+    def _verify_phase(self, group: CanaryBufferGroup, state: CanaryState) -> jax.Array | None:
+        """The steps of the group before this one, int32 [1], by which a strided verify goes on to other positions; None without a stride.
+
+        Its head counts twice a step under one tag, to verify and to write, and so does that of each other group of its kind.
+        """
+        if self.config.verify_stride == 1:
+            return None
+        launches = jnp.asarray(state.device_state.kernel_run_counters)[group.launch_tag("head", "k"), :1]
+        return (launches // (2 * len(state.groups_of(group.kind)))).astype(jnp.int32)
+
+    def _plan(
+        self,
+        group: CanaryBufferGroup,
+        batch: ForwardBatch,
+        device_state: CanaryDeviceState,
+        lut: ArrayLike | None,
+        verify_phase: jax.Array | None,
+    ) -> Plan:
         return plan(
             batch.plan_input,
             batch.req_to_token,
@@ -351,6 +368,8 @@ class Canary:
             full_to_swa_index_mapping=lut,
             expected_tokens=self._expected_tokens(device_state),
             kv_token_id_vs_position_offset=group.kv_token_id_vs_position_offset,
+            verify_stride=self.config.verify_stride,
+            verify_phase=verify_phase,
         )
 
     def _expected_tokens(self, device_state: CanaryDeviceState) -> ArrayLike | None:

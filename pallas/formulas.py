@@ -174,7 +174,9 @@ def wanted_residue(load: Load, arrays: PlanArrays, s: PlanStatics) -> jax.Array 
     """The remainder, by the stride, of the positions that get entries: that of minus the phase. None where all positions do."""
     if s.verify_stride == 1:
         return None
-    phase = jax.lax.rem(load(arrays.verify_phase, (0,), jnp.bool_(True), 0), jnp.int32(s.verify_stride))  # of the phase's own sign
+    phase = jax.lax.rem(
+        load(arrays.verify_phase, (jnp.int32(0),), jnp.bool_(True), 0), jnp.int32(s.verify_stride)
+    )  # of the phase's own sign
     return jnp.where(phase > 0, s.verify_stride - phase, -phase)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.backends import PLAN_STATICS
 from helpers.plans import assert_same_plan
 from helpers.random_cases import PLAN_SHAPES, PlanShape, random_plan
 from jax_kvcanary import reference
@@ -26,6 +27,7 @@ SHAPES = (
     PlanShape(rows=7, table=(5, 31), verify_capacity=128, write_req_capacity=19),  # whole tiles
     PlanShape(rows=37, table=(11, 5), verify_capacity=97, window=3, write_req_capacity=41),  # several looks for the rows of a tile
     PlanShape(rows=601, table=(7, 2), verify_capacity=997),
+    PlanShape(rows=11, table=(5, 61), verify_capacity=151, window=41, lut_len=29, expected=(4, 53), stride=4),
 )
 
 
@@ -65,9 +67,7 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernels_interpreted(interpreted, shape, wildness):
     rng = np.random.default_rng([shape.rows, shape.verify_capacity])
-    plan = jax.jit(
-        device_plan, static_argnames=("verify_capacity", "write_req_capacity", "swa_window_size", "kv_token_id_vs_position_offset")
-    )
+    plan = jax.jit(device_plan, static_argnames=PLAN_STATICS)
     for _ in range(7):
         args, keywords = random_plan(rng, shape, wildness, wide=False)
         narrow = jax.tree.map(lambda leaf: leaf.astype(np.int32) if isinstance(leaf, np.ndarray) else leaf, (args, keywords))
