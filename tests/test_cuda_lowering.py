@@ -44,8 +44,8 @@ def occurrences(text, names):
 
 def operations(text):
     """Operations of a module, but for those that choose the platform: cases, and the scalars that they go by."""
-    names = re.findall(r"\bstablehlo\.(\w+)(?! dense<\d+> : tensor<i\d+>\n)\b", text)
-    return [name for name in names if name not in ("case", "return")]
+    names = re.findall(r"= \"?stablehlo\.(\w+)(?! dense<\d+> : tensor<i\d+>\n)\b", text)
+    return [name for name in names if name != "case"]
 
 
 def ints(*shape):
