@@ -74,7 +74,7 @@ TILES = TileSizes()
 
 
 class OffsetsOutputs(NamedTuple):
-    """Outputs of the offsets kernel, references to int32."""
+    """Outputs of the offsets kernel, int32: their sizes, then references in the kernel and arrays outside of it."""
 
     verify_offsets: Any
     write_offsets: Any
