@@ -85,10 +85,14 @@ class Canary:
         """
         self._check(state, batch)
         groups, device_state = [], state.device_state
-        plans, slots, links, rows = [], [], [], self._rows(batch)
+        requests, rows = self._requests(batch), None
+        plans, slots, links = [], [], []
         for group in state.groups:
             lut = group.lut(pool)
-            plans.append(self._plan(group, batch, device_state, lut))
+            group_plan = self._plan(group, batch, device_state, lut, self._verify_phase(group, state))
+            if rows is None and group_plan.row_flags is not None:
+                rows = BatchRows(requests, group_plan.row_flags)
+            plans.append(dataclasses.replace(group_plan, row_flags=None))
             slots.append(translate_slots(batch.out_cache_loc, lut))
             group, out = self._phase("head", group, plans[-1], slots[-1], batch, device_state, rows, pool)
             device_state, rows = out.state, out.rows
@@ -119,7 +123,9 @@ class Canary:
         if step.links is not None and len(step.links) != len(state.groups):
             raise ValueError(f"`step` has links for {len(step.links)} groups, but `state` has {len(state.groups)} groups.")
         groups, device_state, report = [], state.device_state, None
-        rows = self._rows(batch, step.row_flags)
+        requests, rows = self._requests(batch), None
+        if requests.shape[0]:
+            rows = BatchRows(requests, jnp.zeros_like(requests) if step.row_flags is None else step.row_flags)
         for i, (group, group_plan, slots) in enumerate(zip(state.groups, step.plans, step.out_cache_locs, strict=True)):
             # All groups plan the same rows, so any one's count of invalid ones stands for all.
             links = step.links[i] if step.links is not None and group.is_uniform else None
@@ -339,16 +345,30 @@ class Canary:
                     f"{'None' if given else 'an array'} when `enable_write_input_assert` is {'off' if given else 'on'}."
                 )
 
-    def _rows(self, batch: ForwardBatch, flags: ArrayLike | None = None) -> BatchRows | None:
-        """The rows of the batch, with nothing found so far unless told; None for a batch without rows."""
-        requests = index_array(
+    def _requests(self, batch: ForwardBatch) -> jax.Array:
+        """The request row of each row of the batch, int32 [bs]."""
+        return index_array(
             batch.plan_input.req_pool_indices, "batch.plan_input.req_pool_indices", (None,), "one request row for each row of the batch"
         )
-        if not requests.shape[0]:
-            return None
-        return BatchRows(requests, jnp.zeros_like(requests) if flags is None else flags)
 
-    def _plan(self, group: CanaryBufferGroup, batch: ForwardBatch, device_state: CanaryDeviceState, lut: ArrayLike | None) -> Plan:
+    def _verify_phase(self, group: CanaryBufferGroup, state: CanaryState) -> jax.Array | None:
+        """The steps of the group before this one, int32 [1], by which a strided verify goes on to other positions; None without a stride.
+
+        Its head counts twice a step under one tag, to verify and to write, and so does that of each other group of its kind.
+        """
+        if self.config.verify_stride == 1:
+            return None
+        launches = jnp.asarray(state.device_state.kernel_run_counters)[group.launch_tag("head", "k"), :1]
+        return (launches // (2 * len(state.groups_of(group.kind)))).astype(jnp.int32)
+
+    def _plan(
+        self,
+        group: CanaryBufferGroup,
+        batch: ForwardBatch,
+        device_state: CanaryDeviceState,
+        lut: ArrayLike | None,
+        verify_phase: jax.Array | None,
+    ) -> Plan:
         return plan(
             batch.plan_input,
             batch.req_to_token,
@@ -358,6 +378,8 @@ class Canary:
             full_to_swa_index_mapping=lut,
             expected_tokens=self._expected_tokens(device_state),
             kv_token_id_vs_position_offset=group.kv_token_id_vs_position_offset,
+            verify_stride=self.config.verify_stride,
+            verify_phase=verify_phase,
         )
 
     def _expected_tokens(self, device_state: CanaryDeviceState) -> ArrayLike | None:

@@ -36,6 +36,10 @@ class CanaryConfig:
         enable_v_half: give V a pair of canary buffers of its own where the pool has a V half.
         real_kv_layers: layers whose KV is hashed, one to four, negative ones counted from the end.
         stats_every_n_steps: steps between two lines of statistics; 0 is never.
+        verify_stride: a step verifies every n-th position of each row, the next step those behind it, and so on: the cost of verifying
+            is divided by n, and a fault is found up to n - 1 steps later. 1 verifies all of them in each step. Sweeps are not strided.
+            The steps are the canary's own: in a loop that alternates between batches in a fixed rhythm, choose a stride that shares no
+            factor with the length of the rhythm, or a request meets some of its positions only.
 
     Raises:
         ValueError: a value outside its range. TypeError: a value of another type.
@@ -50,6 +54,7 @@ class CanaryConfig:
     enable_v_half: bool = True
     real_kv_layers: tuple[int, ...] = (0,)
     stats_every_n_steps: int = 0
+    verify_stride: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", _enum_member(CanaryMode, self.mode, "mode"))
@@ -57,6 +62,7 @@ class CanaryConfig:
         check_int(self.ring_capacity, "ring_capacity", 1, INT32_MAX)
         check_int(self.sweep_interval, "sweep_interval", 0, INT32_MAX)
         check_int(self.stats_every_n_steps, "stats_every_n_steps", 0, INT32_MAX)
+        check_int(self.verify_stride, "verify_stride", 1, INT32_MAX)
         for name in ("enable_write_input_assert", "enable_verify_token_assert", "enable_v_half"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"`{name}` is {getattr(self, name)!r}, but it must be True or False.")
@@ -284,6 +290,7 @@ _ENV_FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "ENABLE_V_HALF": ("enable_v_half", _parse_flag),
     "REAL_KV_LAYERS": ("real_kv_layers", _parse_layers),
     "STATS_EVERY_N_STEPS": ("stats_every_n_steps", _parse_int),
+    "VERIFY_STRIDE": ("verify_stride", _parse_int),
 }
 
 _PERTURB_ENV_FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {

@@ -8,9 +8,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jax_kvcanary._checks import ArrayLike, as_array, check_int, check_type, index_array, token_array
+from jax_kvcanary._checks import ArrayLike, as_array, check_int, check_type, index_array, integer_array, token_array
 from jax_kvcanary.constants import INT32_MAX
 from jax_kvcanary.pallas import PlanArrays, PlanStatics, gather, plan_arrays, translate
+
+#: What ``verify_phase`` is, for messages.
+PHASE_MEANING = "the phase of a step, one number,"
 
 
 @partial(
@@ -92,14 +95,23 @@ class WritePlan:
     write_num_valid_reqs: ArrayLike
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("verify", "write", "num_invalid_rows"), meta_fields=())
+@partial(jax.tree_util.register_dataclass, data_fields=("verify", "write", "num_invalid_rows", "row_flags"), meta_fields=())
 @dataclass(frozen=True)
 class Plan:
-    """Both plans of a step, and the number of rows that made no sense, int32 [1]."""
+    """Both plans of a step.
+
+    Fields:
+        verify: what is checked.
+        write: what is written.
+        num_invalid_rows: int32 [1]; rows that made no sense.
+        row_flags: int32 [bs]; zeros, in which the launches of a step collect what they find for each row of the batch. None for a batch
+            without rows, and once they are in use.
+    """
 
     verify: VerifyPlan
     write: WritePlan
     num_invalid_rows: ArrayLike
+    row_flags: ArrayLike | None = None
 
 
 def plan(
@@ -112,6 +124,8 @@ def plan(
     full_to_swa_index_mapping: ArrayLike | None = None,
     expected_tokens: ArrayLike | None = None,
     kv_token_id_vs_position_offset: int = 0,
+    verify_stride: int = 1,
+    verify_phase: ArrayLike | None = None,
 ) -> Plan:
     """Plan the verify entries and the write chains of a batch (the contract's section 3).
 
@@ -124,6 +138,9 @@ def plan(
         full_to_swa_index_mapping: int32 or int64 [n]; translates slots into the group's own pool.
         expected_tokens: int32 or int64 [rows, width], indexed by request row; needs ``inputs.expected_tokens_valid_lens``.
         kv_token_id_vs_position_offset: slot of position p holds the token of position p plus this (static).
+        verify_stride: verify only the positions p with (p + phase) % stride == 0 (static): n plans of consecutive phases have every entry
+            once between them. 1 is all of them. Predecessors are those of the chain, not of the entry before.
+        verify_phase: int32 or int64 [1], any value; given exactly when ``verify_stride`` is above 1.
 
     Returns:
         The plan. Entries past ``verify_num_valid`` are unspecified.
@@ -144,6 +161,7 @@ def plan(
     if write_req_capacity is None:
         write_req_capacity = bs
     check_int(write_req_capacity, "write_req_capacity", bs, INT32_MAX - 1, f", and at least the batch size {bs}")
+    check_stride(verify_stride, verify_phase)
 
     lut = full_to_swa_index_mapping
     if lut is not None:
@@ -166,8 +184,10 @@ def plan(
         expected_rows=0 if expected_tokens is None else expected_tokens.shape[0],
         expected_width=0 if expected_tokens is None else expected_tokens.shape[1],
         kv_token_id_vs_position_offset=int(kv_token_id_vs_position_offset),
+        verify_stride=int(verify_stride),
     )
-    arrays = PlanArrays(*(never_empty(a) for a in (batch, prefix, extend, table, lut, expected_tokens, valid_lens)))
+    phase = None if verify_phase is None else _phase_array(verify_phase, verify_stride)
+    arrays = PlanArrays(*(never_empty(a) for a in (batch, prefix, extend, table, lut, expected_tokens, valid_lens, phase)))
     out = plan_arrays(arrays, statics)
     return Plan(
         verify=VerifyPlan(
@@ -185,6 +205,7 @@ def plan(
             write_num_valid_reqs=out.write_num_valid_reqs,
         ),
         num_invalid_rows=out.num_invalid_rows,
+        row_flags=out.row_flags,
     )
 
 
@@ -202,6 +223,17 @@ def translate_slots(slots: ArrayLike, full_to_swa_index_mapping: ArrayLike | Non
     return translate(gather, never_empty(lut), lut.shape[0], slots, slots >= 0)
 
 
+def check_stride(verify_stride: int, verify_phase: ArrayLike | None) -> None:
+    """Check the range of a stride, and that there is a phase exactly when it needs one."""
+    check_int(verify_stride, "verify_stride", 1, INT32_MAX)
+    given = verify_phase is not None
+    if given != (verify_stride > 1):
+        raise ValueError(
+            f"`verify_phase` is {'an array' if given else 'None'}, but it must be {'None' if given else 'an array'} "
+            f"when `verify_stride` is {verify_stride}."
+        )
+
+
 def row_arrays(inputs: PlanInput, req_to_token: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The rows of a batch and the table of their slots, checked and as int32: request rows, prefix and extend lengths, table."""
     check_type(inputs, "inputs", PlanInput)
@@ -217,6 +249,15 @@ def row_arrays(inputs: PlanInput, req_to_token: ArrayLike) -> tuple[jax.Array, j
 def lut_array(full_to_swa_index_mapping: ArrayLike) -> jax.Array:
     """A table from full-pool slots to a group's own, checked and as int32."""
     return index_array(full_to_swa_index_mapping, "full_to_swa_index_mapping", (None,), "a table from full-pool slots to the group's own")
+
+
+def _phase_array(verify_phase: ArrayLike, verify_stride: int) -> jax.Array:
+    """The phase, checked and as int32: a wide one is taken modulo the stride, since to saturate it would change its remainder."""
+    phase = integer_array(verify_phase, "verify_phase", (1,), PHASE_MEANING)
+    if phase.dtype == jnp.int32:
+        return phase
+    with jax.enable_x64(True):
+        return (phase % verify_stride).astype(jnp.int32)
 
 
 def never_empty(array: ArrayLike | None) -> ArrayLike | None:

@@ -16,7 +16,7 @@ from jax_kvcanary._results import results_like
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
 
 
-def load_ref(ref: Any, index: tuple[jax.Array, ...], mask: jax.Array, other: int) -> jax.Array:
+def load_ref(ref: Any, index: tuple[Any, ...], mask: jax.Array, other: int) -> jax.Array:
     """The ``load`` of the Triton kernels: elements of a reference where the mask is set."""
     return plgpu.load(ref.at[index], mask=mask, other=other)
 

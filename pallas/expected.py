@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kvcanary._results import varying_zero
 from jax_kvcanary.constants import REQ_POOL_IDX_PADDING
 from jax_kvcanary.pallas._driver import int32_results, load_ref
-from jax_kvcanary.pallas.formulas import MAX_ROW_BLOCK, Load, gather, list_of_entry, saturating_offsets
+from jax_kvcanary.pallas.formulas import MAX_ROW_BLOCK, Load, gather, list_of_entry, saturating_ends
 
 #: Threads of a warp, and of the largest block; a decode step of a few rows takes one warp.
 _WARP, _MAX_BLOCK = 32, 256
@@ -82,18 +82,20 @@ def _list_offsets(lengths: jax.Array) -> jax.Array:
     padded = jnp.pad(jnp.maximum(lengths, 0), (0, -lists % block)).reshape(-1, block)
 
     def step(before: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
-        offsets, total = saturating_offsets(part, before)
-        return total, offsets
+        ends, total = saturating_ends(part, before)
+        return total, ends
 
-    total, offsets = jax.lax.scan(step, varying_zero([lengths]), padded)
-    return jnp.append(offsets.reshape(-1)[:lists], total)
+    zero = varying_zero([lengths])
+    _, ends = jax.lax.scan(step, zero, padded)
+    return jnp.append(zero, ends.reshape(-1)[:lists])
 
 
 def place_tokens(load: Load, lists: TokenLists, flat: jax.Array, total: jax.Array) -> Placement:
     """The flat tokens named, and where they go; ``total`` of them are in lists, or more than there are."""
     rows, width = lists.table.shape
     in_lists = flat < jnp.minimum(total, lists.tokens.shape[0])
-    index = list_of_entry(load, lists.offsets, lists.req_pool_indices.shape[0], flat, in_lists)
+    (count,) = lists.req_pool_indices.shape
+    index = list_of_entry(load, lists.offsets, 0, count - 1, count, flat, in_lists)
     row = load(lists.req_pool_indices, (index,), in_lists, REQ_POOL_IDX_PADDING)
     start = load(lists.start_positions, (index,), in_lists, -1)
     # From a start of 0 or more, a sum that does not fit int32 wraps to a negative position.

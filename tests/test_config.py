@@ -11,7 +11,7 @@ import pytest
 
 import jax_kvcanary as kvc
 
-INT_FIELDS = {"ring_capacity": 1, "sweep_interval": 0, "stats_every_n_steps": 0}
+INT_FIELDS = {"ring_capacity": 1, "sweep_interval": 0, "stats_every_n_steps": 0, "verify_stride": 1}
 FLAGS = ("enable_write_input_assert", "enable_verify_token_assert", "enable_v_half")
 
 DEFAULTS = {
@@ -23,6 +23,7 @@ DEFAULTS = {
     "enable_v_half": True,
     "real_kv_layers": (0,),
     "stats_every_n_steps": 0,
+    "verify_stride": 1,
 }
 
 
@@ -128,6 +129,7 @@ def test_configurations_are_hashable_values():
         {"enable_v_half": False},
         {"real_kv_layers": (0,)},
         {"stats_every_n_steps": 1},
+        {"verify_stride": 3},
     ]
     assert len({config, *(dataclasses.replace(config, **change) for change in changed)}) == 1 + len(changed)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -148,6 +150,7 @@ GOOD_ENVIRONMENTS = [
     ("REAL_KV_LAYERS", "7", {"real_kv_layers": (7,)}),
     ("REAL_KV_LAYERS", " 0, 3 ,-1", {"real_kv_layers": (0, 3, -1)}),
     ("STATS_EVERY_N_STEPS", "101", {"stats_every_n_steps": 101}),
+    ("VERIFY_STRIDE", "7", {"verify_stride": 7}),
     *(
         ("ENABLE_WRITE_INPUT_ASSERT", text, {"enable_write_input_assert": value})
         for value, texts in ((True, ("1", "true", "Yes", " ON ")), (False, ("0", "FALSE", "no", "off\n")))
@@ -179,8 +182,9 @@ def test_from_env_reads_all_variables_together():
         "KVCANARY_ENABLE_V_HALF": "0",
         "KVCANARY_REAL_KV_LAYERS": "1,-2",
         "KVCANARY_STATS_EVERY_N_STEPS": "3",
+        "KVCANARY_VERIFY_STRIDE": "5",
     }
-    want = kvc.CanaryConfig("log", 31, 5, kvc.RealKvHashMode.ALL, True, True, False, (1, -2), 3)
+    want = kvc.CanaryConfig("log", 31, 5, kvc.RealKvHashMode.ALL, True, True, False, (1, -2), 3, 5)
     assert kvc.CanaryConfig.from_env(environ) == want
 
 
@@ -204,6 +208,7 @@ LAYERS_RULE = "a comma-separated list of layer numbers, such as 0,-1"
         ("RING_CAPACITY", "", "''", "a whole number"),
         ("SWEEP_INTERVAL", "0x10", "'0x10'", "a whole number"),
         ("STATS_EVERY_N_STEPS", "1e3", "'1e3'", "a whole number"),
+        ("VERIFY_STRIDE", "half", "'half'", "a whole number"),
         ("REAL_DATA", "some", "'some'", "none, partial or all"),
         ("REAL_DATA", "1", "'1'", "none, partial or all"),
         ("ENABLE_WRITE_INPUT_ASSERT", "2", "'2'", FLAG_RULE),
@@ -225,6 +230,7 @@ def test_from_env_of_what_cannot_be_read(suffix, text, shown, rule):
         ("RING_CAPACITY", "0"),
         ("SWEEP_INTERVAL", "-1"),
         ("STATS_EVERY_N_STEPS", str(2**31)),
+        ("VERIFY_STRIDE", "0"),
         ("REAL_KV_LAYERS", "0,1,2,3,4"),
     ],
 )

@@ -42,6 +42,12 @@ def occurrences(text, names):
     return [len(re.findall(rf"custom_call @{name}\b|name = \"{name}\"", text)) for name in names]
 
 
+def operations(text):
+    """Operations of a module, but for those that choose the platform: cases, and the scalars that they go by."""
+    names = re.findall(r"= \"?stablehlo\.(\w+)(?! dense<\d+> : tensor<i\d+>\n)\b", text)
+    return [name for name in names if name != "case"]
+
+
 def ints(*shape):
     return jnp.ones(shape, jnp.int32)
 
@@ -61,6 +67,18 @@ def test_a_step_of_operations():
     text = cuda_text(step, rows(5), ints(MAX_REQS, MAX_SEQ_LEN), ints(TOKENS), kvc.fresh_records(NUM_SLOTS), state)
     assert occurrences(text, KERNELS) == [1, 1]
     assert occurrences(text, TARGETS) == [1, 1]
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
+@pytest.mark.parametrize("write_req_capacity", [5, 11])
+@pytest.mark.parametrize("verify_capacity", [1301, 2048])
+def test_a_plan_is_two_kernels_and_nothing_else(verify_capacity, write_req_capacity, x64):
+    """On a GPU, each slice and each constant would be a launch."""
+    capacities = {"verify_capacity": verify_capacity, "write_req_capacity": write_req_capacity}
+    with jax.enable_x64(x64):
+        text = cuda_text(lambda inputs, table: kvc.plan(inputs, table, **capacities), rows(5), ints(MAX_REQS, MAX_SEQ_LEN))
+    assert operations(text) == ["custom_call", "custom_call"]
+    assert occurrences(text, KERNELS) == [1, 1]
 
 
 @pytest.mark.parametrize("swa_window_size", [0, 5])

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.backends import Backend, host
+from helpers.plans import assert_same_plan
 from helpers.random_cases import LAUNCH_SHAPES, PLAN_SHAPES, random_plan, random_verify, random_write
 from helpers.serving import KV_BYTES, NUM_SLOTS, WINDOW, CanaryAround, Engine, Step
 from helpers.states import assert_same_buffer, assert_same_state, fields, fresh_state, log_rows
@@ -60,21 +61,7 @@ def test_plan(get_backend, backend_name, examples):
         want = reference.plan(*args, **keywords)
         with backend.active():
             got = host(backend.plan(*convert(args, backend), **convert_plan_keywords(keywords, backend)))
-        valid = int(want.verify.verify_num_valid[0]) * int(want.verify.enable[0])
-        for name in ("verify_slot_indices", "verify_expected_tokens", "verify_expected_positions", "verify_prev_slot_indices"):
-            got_entries, want_entries = getattr(got.verify, name), getattr(want.verify, name)
-            assert (got_entries.dtype, got_entries.shape) == (want_entries.dtype, want_entries.shape)
-            np.testing.assert_array_equal(got_entries[:valid], want_entries[:valid], err_msg=name)
-        for got_array, want_array in (
-            (got.verify.verify_num_valid, want.verify.verify_num_valid),
-            (got.verify.enable, want.verify.enable),
-            (got.write.write_offsets, want.write.write_offsets),
-            (got.write.write_num_valid_reqs, want.write.write_num_valid_reqs),
-            (got.num_invalid_rows, want.num_invalid_rows),
-            (got.write.write_seed_slot_indices[: shape.rows], want.write.write_seed_slot_indices[: shape.rows]),
-        ):
-            assert got_array.dtype == want_array.dtype
-            np.testing.assert_array_equal(got_array, want_array)
+        assert_same_plan(got, want)
 
     check()
 

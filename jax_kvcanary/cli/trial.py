@@ -96,7 +96,7 @@ def _entries_in_use(made: Plan, want: Plan) -> dict[str, Any]:
     """A plan without what is unspecified in it."""
     num_valid = int(want.verify.verify_num_valid[0])
     entries: VerifyPlan = jax.tree.map(lambda array: np.asarray(array)[:num_valid], made.verify)
-    return {"verify": entries, "write": made.write, "num_invalid_rows": made.num_invalid_rows}
+    return {"verify": entries, "write": made.write, "num_invalid_rows": made.num_invalid_rows, "row_flags": made.row_flags}
 
 
 def _difference(got: Any, want: Any) -> str | None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_kvcanary._checks import ArrayLike, as_array, check_dtype, check_int, check_shape, check_type
 from jax_kvcanary.constants import INT32_MAX, REQ_POOL_IDX_PADDING
-from jax_kvcanary.plan import Plan, PlanInput, VerifyPlan, WritePlan
+from jax_kvcanary.plan import PHASE_MEANING, Plan, PlanInput, VerifyPlan, WritePlan, check_stride
 
 INT32_MIN = -(2**31)
 
@@ -42,6 +42,8 @@ def plan(
     full_to_swa_index_mapping: ArrayLike | None = None,
     expected_tokens: ArrayLike | None = None,
     kv_token_id_vs_position_offset: int = 0,
+    verify_stride: int = 1,
+    verify_phase: ArrayLike | None = None,
 ) -> Plan:
     """:func:`jax_kvcanary.plan` on the host: the same arguments, NumPy results, -1 in entries that are not in use."""
     rows = _check_rows(inputs, needs_valid_lens=expected_tokens is not None)
@@ -53,6 +55,8 @@ def plan(
     if write_req_capacity is None:
         write_req_capacity = bs
     check_int(write_req_capacity, "write_req_capacity", bs, INT32_MAX - 1, f", and at least the batch size {bs}")
+    check_stride(verify_stride, verify_phase)
+    phase = 0 if verify_phase is None else int(integers(verify_phase, "verify_phase", (1,), PHASE_MEANING)[0])
     table = translate_slots(table, full_to_swa_index_mapping)
     tokens = np.empty((0, 0), np.int64)
     if expected_tokens is not None:
@@ -79,8 +83,9 @@ def plan(
                 num_invalid += 1
             else:
                 start = max(0, row.prefix_len - swa_window_size) if swa_window_size else 0
-                to_verify.append((row, range(start, row.prefix_len)))
-                num_entries += row.prefix_len - start
+                start += -(start + phase) % verify_stride
+                to_verify.append((row, range(start, row.prefix_len, verify_stride)))
+                num_entries += len(to_verify[-1][1])
                 if row.prefix_len > 0 and row.extend_len > 0:
                     seed = int(table[row.req_pool_index, row.prefix_len - 1])
         offsets.append(min(offsets[-1] + write_len, INT32_MAX))
@@ -109,6 +114,7 @@ def plan(
             write_num_valid_reqs=np.array([bs], np.int32),
         ),
         num_invalid_rows=np.array([num_invalid], np.int32),
+        row_flags=np.zeros(bs, np.int32) if bs else None,
     )
 
 

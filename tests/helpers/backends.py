@@ -82,6 +82,9 @@ def make_backend(name: str) -> Backend:
     }[name]
 
 
+#: Arguments of ``plan`` that choose what is compiled.
+PLAN_STATICS = ("verify_capacity", "write_req_capacity", "swa_window_size", "kv_token_id_vs_position_offset", "verify_stride")
+
 #: The reference, and the device's operations as users call them: eager, jitted with donation, with either integer type.
 BACKENDS = ("reference", "eager", "int64", "jit", "jit_int64", "jit_x64")
 
@@ -91,7 +94,7 @@ def _jitted(plan: Any, verify_step: Any, write_step: Any) -> tuple[Any, Any, Any
     return (
         jax.jit(
             plan,
-            static_argnames=("verify_capacity", "write_req_capacity", "swa_window_size", "kv_token_id_vs_position_offset"),
+            static_argnames=PLAN_STATICS,
         ),
         jax.jit(
             verify_step,

@@ -50,6 +50,7 @@ class PlanShape:
     lut_len: int | None = None
     expected: tuple[int, int] | None = None
     offset: int = 0
+    stride: int = 1
 
 
 PLAN_SHAPES = (
@@ -59,6 +60,9 @@ PLAN_SHAPES = (
     PlanShape(rows=0, table=(3, 5), verify_capacity=11, write_req_capacity=2, expected=(3, 5)),
     PlanShape(rows=13, table=(3, 7), verify_capacity=53, window=11, expected=(2, 11), offset=2),
     PlanShape(rows=2, table=(3, 1), verify_capacity=1, lut_len=0, window=1),
+    PlanShape(rows=7, table=(5, 17), verify_capacity=31, expected=(4, 13), offset=1, stride=3),
+    PlanShape(rows=3, table=(5, 13), verify_capacity=17, write_req_capacity=5, window=5, lut_len=31, stride=2),
+    PlanShape(rows=2, table=(3, 11), verify_capacity=7, stride=INT32_MAX),
 )
 
 
@@ -84,6 +88,8 @@ def random_plan(rng: Rng, shape: PlanShape, wildness: float, *, wide: bool) -> t
         "kv_token_id_vs_position_offset": shape.offset,
         "full_to_swa_index_mapping": None if shape.lut_len is None else ints(0, 16, shape.lut_len),
         "expected_tokens": None if shape.expected is None else ints(0, 9999, shape.expected),
+        "verify_stride": shape.stride,
+        "verify_phase": None if shape.stride == 1 else sprinkle(rng, rng.integers(-9, 10, 1), max(wildness, 0.3), edges),
     }
     table = ints(1, num_slots - 1, shape.table, [num_slots, -1])
     return (inputs, table), keywords
