@@ -1,6 +1,9 @@
 // Python module _cpu: the host's handlers, and what CUDA programs get where the CUDA module was not built.
 #include <nanobind/nanobind.h>
 
+#include <functional>
+#include <utility>
+
 #include "bindings/handlers.h"
 #include "cpu/launch.h"
 
@@ -13,17 +16,34 @@ constexpr const char* kNoCuda =
     "jax_kvcanary was installed without its CUDA module, so its custom calls cannot run on a GPU; install the CUDA toolkit's nvcc and "
     "reinstall jax_kvcanary with -C cmake.define.KVCANARY_CUDA=ON.";
 
-template <typename Launch, void (*launcher)(const Launch&)>
-ffi::Error run(const Launch& launch) {
-  launcher(launch);
-  return ffi::Error::Success();
+// XLA's pool of the running program. Danger: it refers to the handler's own, and lives no longer.
+cpu::Workers workers_of(ffi::ThreadPool& pool) {
+  return {pool.num_threads(), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }};
 }
 
-XLA_FFI_DEFINE_HANDLER(kVerify, [](auto... operands) { return handle_verify(run<VerifyLaunch, cpu::launch_verify>, operands...); },
-                       bind_verify(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(
+    kVerify,
+    [](ffi::ThreadPool pool, auto... operands) {
+      return handle_verify(
+          [&pool](const VerifyLaunch& launch) {
+            cpu::launch_verify(workers_of(pool), launch);
+            return ffi::Error::Success();
+          },
+          operands...);
+    },
+    bind_verify(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
-XLA_FFI_DEFINE_HANDLER(kWrite, [](auto... operands) { return handle_write(run<WriteLaunch, cpu::launch_write>, operands...); },
-                       bind_write(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(
+    kWrite,
+    [](ffi::ThreadPool pool, auto... operands) {
+      return handle_write(
+          [&pool](const WriteLaunch& launch) {
+            cpu::launch_write(workers_of(pool), launch);
+            return ffi::Error::Success();
+          },
+          operands...);
+    },
+    bind_write(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 XLA_FFI_DEFINE_HANDLER(
     kCudaMissing,
