@@ -16,11 +16,12 @@ import pytest
 
 from helpers.backends import host
 from helpers.random_cases import INT32_MAX, LaunchShape, random_verify, random_world, random_write, sprinkle
-from helpers.states import assert_same_buffer, assert_same_state, fields, fresh_state, log_rows
+from helpers.states import assert_same_buffer, assert_same_state, fields, fresh_buffer, fresh_state, log_rows
 from jax_kvcanary import reference
 from jax_kvcanary._launch import Endpoint
-from jax_kvcanary.constants import CanaryLaunchTag
+from jax_kvcanary.constants import CANARY_CHAIN_ANCHOR, CanaryLaunchTag, FailReason, RealKvHashMode
 from jax_kvcanary.plan import WritePlan
+from jax_kvcanary.reference.hashes import slot_hash, to_signed
 from jax_kvcanary.verify import verify_launch
 from jax_kvcanary.write import write_launch
 
@@ -66,8 +67,8 @@ def test_rows_without_entries_between_others_keep_their_records():
     """Only the slots that a row names are fingerprinted, also where the entries of rows leave a gap."""
     rng = np.random.default_rng(8)
     world = random_world(rng, LaunchShape(NUM_SLOTS, 0, 2, TIGHT, sources=7))
-    offsets = np.array([2003, 3001, 0, 701], np.int32)  # rows of the entries [2003, 3001), none, [0, 701)
-    plan = WritePlan(offsets, np.full(3, -1, np.int32), np.array([3], np.int32))
+    offsets = int32(2003, 3001, 0, 701)  # rows of the entries [2003, 3001), none, [0, 701)
+    plan = WritePlan(offsets, int32(-1, -1, -1), int32(3))
     slots, tokens = rng.permutation(NUM_SLOTS)[:3001].astype(np.int32), rng.integers(0, 99, 3001).astype(np.int32)
     operands = (plan, tokens, np.arange(3001, dtype=np.int32), slots)
     keywords = {"real_kv_sources": world.sources, "real_kv_hash_mode": world.mode, "tag": TAGS[0]}
@@ -76,6 +77,24 @@ def test_rows_without_entries_between_others_keep_their_records():
     assert_same_buffer(got, want)
     untouched = np.setdiff1d(slots[701:2003], 0)
     np.testing.assert_array_equal(fields(got)[untouched], fields(world.canary_buf)[untouched])
+
+
+def test_a_seed_that_hashes_to_the_anchor_is_a_seed_all_the_same():
+    """K and V have one chain, but only K has a position to go on from: V has no such slot."""
+    k = fresh_buffer(7)
+    # splitmix64(0) is 0, so that the hash behind this record is splitmix64(splitmix64(token)).
+    fields(k)[5] = (to_signed(unmixed(CANARY_CHAIN_ANCHOR)), 0, 0, 0)
+    assert slot_hash(k, 5) == slot_hash(k, -1)
+    operands = (WritePlan(int32(0, 2), int32(5), int32(1)), int32(11, 13), int32(3, 4), int32(1, 2))
+    endpoints = endpoints_of((k, k[:3]), ())
+    bufs, state, _ = write_launch(endpoints, *operands, fresh_state(TIGHT), mode=RealKvHashMode.NONE)
+    for half, buf in zip(endpoints, bufs, strict=True):
+        want, _ = reference.write_step(half.canary_buf, *operands, fresh_state(TIGHT), tag=half.tag)
+        assert_same_buffer(buf, want)
+    assert sorted(row[[0, 2, 7]].tolist() for row in log_rows(state)) == [
+        [TAGS[0], 3, FailReason.WRITE_POSITION_MISMATCH],
+        [TAGS[1], 3, FailReason.SLOT_OUT_OF_RANGE],
+    ]
 
 
 def test_programs_at_the_same_time():
@@ -118,7 +137,7 @@ def verify_case(sources: int, ring_capacity: int, wildness: float = 0.05) -> tup
     rng = np.random.default_rng(sources)
     shape = LaunchShape(NUM_SLOTS, 3_001, rows=2, ring_capacity=ring_capacity, sources=sources)
     (k, plan, _), keywords = random_verify(rng, shape, wildness)
-    plan = dataclasses.replace(plan, verify_num_valid=np.array([3_001], np.int32), enable=np.ones(1, np.int32))
+    plan = dataclasses.replace(plan, verify_num_valid=int32(3_001), enable=int32(1))
     damage = rng.integers(0, 256, k.shape, np.uint8)
     v = np.where(rng.random((NUM_SLOTS, 1)) < wildness, damage, k)[: V_SLOTS if wildness else NUM_SLOTS]
     mode, endpoints = keywords["real_kv_hash_mode"], endpoints_of((k, v), keywords["real_kv_sources"])
@@ -181,6 +200,18 @@ def write_case(sources: int, tree: bool, tokens: int, ring_capacity: int) -> tup
         return bufs, state
 
     return launch, expect
+
+
+def unmixed(x: int) -> int:
+    """The word whose splitmix64 is x."""
+    for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+        x ^= x >> shift ^ x >> 2 * shift
+        x = x * pow(factor, -1, 2**64) % 2**64
+    return x
+
+
+def int32(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
 
 
 def endpoints_of(bufs: Any, sources: Any) -> list[Endpoint]:
