@@ -1,6 +1,9 @@
 // Launchers on the host: they return when the work is done, which the threads of a pool share.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+
 #include "cpu/parallel.h"
 #include "kvcanary/report.h"
 #include "kvcanary/verify.h"

@@ -30,6 +30,13 @@ void store_entry(const WriteLaunch& launch, Members members, int64_t row, const 
   });
 }
 
+// Starts loading what the entries behind this one will store.
+void prefetch_ahead(const WriteLaunch& launch, Members members, const RowRange& range, int64_t i) {
+  if (i + kAhead >= range.end) return;
+  const int64_t ahead = launch.slots[i + kAhead];
+  for_each(members, [&](int e) { prefetch<true>(launch.endpoints.items[e], ahead); });
+}
+
 // Walks the chain or tree of one row for all `members`, which go on from one hash, and counts the records in `stored
 // [endpoints]`. The links are kept where `keeps_links`.
 template <bool kFingerprint>
@@ -38,10 +45,7 @@ void walk_row(const WriteLaunch& launch, Members members, int64_t row, const Row
   const Link seed = {launch.seed(first, row).hash, -1, static_cast<int32_t>(row)};
   Link link = seed;
   for (int64_t i = range.begin; i < range.end; ++i) {
-    if (i + kAhead < range.end) {
-      const int64_t ahead = launch.slots[i + kAhead];
-      for_each(members, [&](int e) { prefetch<true>(launch.endpoints.items[e], ahead); });
-    }
+    prefetch_ahead(launch, members, range, i);
     const Entry entry = read_entry(launch, i);
     if (launch.tree) {
       const Parent parent = parent_of(launch, range, i);
@@ -83,6 +87,7 @@ void write_rows_in_turn(const WriteLaunch& launch, int64_t rows, bool in_order) 
     if (launch.carried && in_order && are_sound(launch, range)) {
       const Members members = take([&](int e) { return launch.shares_chain(e, row); });
       for (int64_t i = range.begin; members != 0 && i < range.end; ++i) {
+        prefetch_ahead(launch, members, range, i);
         store_entry<kFingerprint>(launch, members, row, range, i, read_entry(launch, i), launch.links[i], stored);
       }
     }
