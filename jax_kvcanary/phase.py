@@ -70,7 +70,6 @@ def phase_launch(
     """
     mode = check_enum(mode, "real_kv_hash_mode", RealKvHashMode)
     check_flag(check_expected_token, "check_expected_token")
-    verify, known = verify_operands(plan.verify, rows)
     write = WriteOperands.of(
         plan.write,
         batch.input_ids,
@@ -90,7 +89,7 @@ def phase_launch(
     out = _launch.call(
         PHASE_TARGET,
         [
-            *verify,
+            *verify_operands(plan.verify, rows),
             *write.arrays,
             state.enable_chain_position_assert,
             links if carried else state.enable_chain_position_assert,  # in its place, where there are none
@@ -100,7 +99,7 @@ def phase_launch(
         [endpoint.checked(mode) for endpoint in endpoints],
         mode,
         state,
-        known,
+        rows,
         own_words=[write.scratch_words(len(endpoints)), 1 if carried else max(write.link_words, 1)],
         summary_words=SUMMARY_WORDS if reports else 0,
         writes=True,
@@ -110,14 +109,13 @@ def phase_launch(
         carried=carried,
         reports=reports,
     )
-    marked = rows if known is None else out.rows
     report = None
     if reports:
         ring, request_rows, summary = out.report
         report = CanaryReport(
             violation_ring=ring,
             violation_request_rows=None if state.violation_log.violation_request_rows is None else request_rows,
-            row_flags=jnp.zeros((0,), jnp.int32) if marked is None else marked.flags,
+            row_flags=jnp.zeros((0,), jnp.int32) if out.rows is None else out.rows.flags,
             summary=summary,
         )
-    return PhaseResults(out.buffers, out.state, marked, links if carried else out.own[1], report)
+    return PhaseResults(out.buffers, out.state, out.rows, links if carried else out.own[1], report)

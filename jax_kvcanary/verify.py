@@ -10,7 +10,7 @@ from jax_kvcanary import _launch
 from jax_kvcanary._checks import ArrayLike, check_array, check_enum, check_flag, check_type, index_array, token_array
 from jax_kvcanary._ffi import VERIFY_TARGET
 from jax_kvcanary._launch import BatchRows, Endpoint
-from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
+from jax_kvcanary.constants import INT32_MAX, CanaryLaunchTag, RealKvHashMode
 from jax_kvcanary.plan import VerifyPlan
 from jax_kvcanary.sources import RealKvSource
 from jax_kvcanary.state import CanaryDeviceState, check_device_state
@@ -68,26 +68,26 @@ def verify_launch(
     """
     mode = check_enum(mode, "real_kv_hash_mode", RealKvHashMode)
     check_flag(check_expected_token, "check_expected_token")
-    operands, known = verify_operands(plan, rows)
     out = _launch.call(
         VERIFY_TARGET,
-        operands,
+        verify_operands(plan, rows),
         [endpoint.checked(mode) for endpoint in endpoints],
         mode,
         check_device_state(device_state),
-        known,
+        rows,
         check_expected_token=check_expected_token,
     )
-    return out.state, rows if known is None else out.rows
+    return out.state, out.rows
 
 
-def verify_operands(plan: VerifyPlan, rows: BatchRows | None) -> tuple[list[ArrayLike], BatchRows | None]:
-    """The checked arrays of a verify plan, and the rows that its findings can be attributed to: none where it does not know them."""
-    operands = _plan_operands(plan)
+def verify_operands(plan: VerifyPlan, rows: BatchRows | None) -> list[ArrayLike]:
+    """The checked arrays of a verify plan, and where the entries of each row begin: past all entries where that is not known."""
+    bs = 1 if rows is None else rows.requests.shape[0]
     if rows is None or plan.row_offsets is None:
-        return [*operands, jnp.zeros((2,), jnp.int32)], None
-    bs = rows.requests.shape[0]
-    return [*operands, index_array(plan.row_offsets, "plan.row_offsets", (bs + 1,), f"a batch of {bs} rows")], rows
+        offsets = jnp.full((bs + 1,), INT32_MAX, jnp.int32)
+    else:
+        offsets = index_array(plan.row_offsets, "plan.row_offsets", (bs + 1,), f"a batch of {bs} rows")
+    return [*_plan_operands(plan), offsets]
 
 
 def _plan_operands(plan: VerifyPlan) -> list[ArrayLike]:

@@ -152,7 +152,7 @@ __device__ inline void finish(const WriteLaunch& launch, const ReportLaunch& rep
   __shared__ bool last;
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(launch.finished, 1u) == gridDim.x - 1;
+  if (threadIdx.x == 0) last = gridDim.x == 1 || atomicAdd(launch.finished, 1u) == gridDim.x - 1;
   __syncthreads();
   if (!last) return;
   __threadfence();

@@ -2,7 +2,10 @@
 //
 // A warp takes neighbouring entries, which mostly are neighbouring positions of one row. So a record is read and hashed once,
 // for its own entry, and its hash is handed to the next lane; only where the plan names another predecessor is that one read
-// too. While a warp checks 32 entries, the records of the next 32 and the plan of those behind them are on their way.
+// too. Records and short fingerprints lie anywhere in memory, so what counts is how many are on their way: they are copied to
+// shared memory asynchronously, some batches of 32 entries ahead, and the plan is read one batch further ahead.
+#include <algorithm>
+
 #include "cuda/launch.h"
 #include "cuda/warp.cuh"
 
@@ -11,76 +14,124 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
+constexpr int kDepth = 3;  // batches of a warp in shared memory: one being checked, the others on their way
 
-__device__ Record load_record(const Endpoint& endpoint, int64_t slot) {
-  const auto* halves = reinterpret_cast<const longlong2*>(&endpoint.records[slot]);
-  const longlong2 first = halves[0], second = halves[1];
-  return {first.x, first.y, static_cast<uint64_t>(second.x), static_cast<uint64_t>(second.y)};
-}
+// A batch in shared memory. Behind it lies a pair of words of each lane for each source that is read that way.
+struct Batch {
+  PlannedEntry planned[kWarp];
+  WordPair halves[kWarp][2];  // of the records; a quarter of the lanes has them swapped, against bank conflicts
 
-// A lane's entry whose records are on their way.
-struct Fetched {
-  PlannedEntry planned;
-  Record stored, predecessor;
-  bool readable;   // it names a record
-  bool neighbour;  // its predecessor is the record of the lane before
+  __device__ WordPair& half(int lane, int which) { return halves[lane][which ^ (lane / 4 % 2)]; }
+  __device__ Record record(int lane) {
+    const WordPair first = half(lane, 0), second = half(lane, 1);
+    return {static_cast<int64_t>(first.low), static_cast<int64_t>(first.high), second.low, second.high};
+  }
+  __device__ WordPair& pair(int source, int lane) { return reinterpret_cast<WordPair*>(this + 1)[source * kWarp + lane]; }
 };
+
+__host__ __device__ constexpr size_t batch_bytes(int sources) { return sizeof(Batch) + sources * kWarp * sizeof(WordPair); }
+
+__device__ bool is_pair(const Source& source) { return source.paired && source.num_words == 2; }
+
+__device__ bool is_readable(const Endpoint& endpoint, const PlannedEntry& planned) {
+  return planned.slot != 0 && planned.in_range(endpoint);  // slot 0 is padding
+}
 
 // The plan of a lane's entry; past the last one, of slot 0, which is skipped.
 __device__ PlannedEntry plan_of(const VerifyLaunch& launch, int64_t entry, int64_t end) {
   return entry < end ? read_planned(launch, entry) : PlannedEntry{0, 0, 0, -1};
 }
 
-// Starts the loads of an entry. `slot_before` is the slot that the warp's last lane had read 32 entries earlier, 0 for none.
-__device__ Fetched fetch(const Endpoint& endpoint, const PlannedEntry& planned, int32_t slot_before) {
-  Fetched fetched;
-  fetched.planned = planned;
-  fetched.readable = planned.slot != 0 && planned.in_range(endpoint);
-  const int32_t before = __shfl_up_sync(kFullMask, fetched.readable ? planned.slot : 0, 1);
-  fetched.neighbour = planned.prev_slot > 0 && planned.prev_slot == (threadIdx.x % kWarp == 0 ? slot_before : before);
-  if (fetched.readable) {
-    fetched.stored = load_record(endpoint, planned.slot);
-    if (planned.prev_slot > 0 && !fetched.neighbour) fetched.predecessor = load_record(endpoint, planned.prev_slot);
-    for (int s = 0; s < endpoint.num_sources; ++s) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(endpoint.sources[s].slot_bytes(static_cast<uint32_t>(planned.slot))));
+// Starts the copies of a batch. Two lanes copy a record, so that a sector is asked for once.
+__device__ void fetch(const Endpoint& endpoint, const PlannedEntry& planned, Batch& batch) {
+  const int lane = threadIdx.x % kWarp, half = lane % 2;
+  const bool readable = is_readable(endpoint, planned);
+  batch.planned[lane] = planned;
+#pragma unroll
+  for (int first = 0; first < kWarp; first += kWarp / 2) {
+    const int owner = first + lane / 2;
+    const int32_t slot = __shfl_sync(kFullMask, readable ? planned.slot : 0, owner);
+    if (slot != 0) {
+      __pipeline_memcpy_async(&batch.half(owner, half), reinterpret_cast<const WordPair*>(&endpoint.records[slot]) + half, sizeof(WordPair));
     }
   }
-  return fetched;
+  for (int s = 0; s < endpoint.num_sources; ++s) {
+    const Source& source = endpoint.sources[s];
+    if (readable && is_pair(source)) {
+      __pipeline_memcpy_async(&batch.pair(s, lane), source.slot_bytes(static_cast<uint32_t>(planned.slot)), sizeof(WordPair));
+    }
+  }
 }
 
-// Checks an entry whose records have come; `hash_before` is that of the record that the warp's last lane had 32 entries
-// earlier, and becomes that of the present one.
+// The last lane of the batch before: the slot that it had read, 0 for none, and the hash of its record.
+struct LastLane {
+  int32_t slot;
+  uint64_t hash;
+};
+
+// Checks a batch that has come, by all lanes at once.
 template <bool kLong>
-__device__ void check(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t entry, const Fetched& fetched, RowStages* stages,
-                      uint64_t* hash_before) {
-  const uint64_t real_kv_hash = real_kv_hash_of<kLong>(endpoint, fetched.readable, fetched.planned.slot, stages);
-  const uint64_t own_hash = fetched.readable ? record_hash(fetched.stored) : 0;
-  uint64_t before = __shfl_up_sync(kFullMask, own_hash, 1);
-  if (threadIdx.x % kWarp == 0) before = *hash_before;
-  *hash_before = __shfl_sync(kFullMask, own_hash, kWarp - 1);
-  if (fetched.readable) {
-    const uint64_t expected = expected_chain_hash(fetched.planned.prev_slot, fetched.stored, [&](int64_t) {
-      return fetched.neighbour ? before : record_hash(fetched.predecessor);
+__device__ void check(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t entry, Batch& batch, RowStages* stages, LastLane* last) {
+  const int lane = threadIdx.x % kWarp;
+  const PlannedEntry planned = batch.planned[lane];
+  const bool readable = is_readable(endpoint, planned);
+  const int32_t slot = readable ? planned.slot : 0;
+  int32_t slot_before = __shfl_up_sync(kFullMask, slot, 1);
+  if (lane == 0) slot_before = last->slot;
+  const bool alone = readable && planned.prev_slot > 0 && planned.prev_slot != slot_before;
+  Record predecessor{};
+  if (alone) predecessor = endpoint.records[planned.prev_slot];
+
+  const Record stored = readable ? batch.record(lane) : Record{};
+  const uint64_t own_hash = record_hash(stored);
+  uint64_t hash_before = __shfl_up_sync(kFullMask, own_hash, 1);
+  if (lane == 0) hash_before = last->hash;
+  *last = {__shfl_sync(kFullMask, slot, kWarp - 1), __shfl_sync(kFullMask, own_hash, kWarp - 1)};
+
+  uint64_t real_kv_hash = 0;
+  for (int s = 0; s < endpoint.num_sources; ++s) {
+    const Source& source = endpoint.sources[s];
+    uint64_t part = 0;
+    if (!is_pair(source)) {
+      part = hash_rows<kLong>(source, readable, planned.slot, stages);
+    } else if (readable) {
+      const WordPair pair = batch.pair(s, lane);
+      part = fold(fold(0, pair.low), pair.high);
+    }
+    real_kv_hash = fold(real_kv_hash, part);
+  }
+
+  if (readable) {
+    const uint64_t expected = expected_chain_hash(planned.prev_slot, stored, [&](int64_t) {
+      return alone ? record_hash(predecessor) : hash_before;
     });
-    check_record(launch, endpoint, entry, fetched.planned, fetched.stored, expected, real_kv_hash);
-  } else if (fetched.planned.slot != 0) {
-    report_range(launch, endpoint, entry, fetched.planned);
+    check_record(launch, endpoint, entry, planned, stored, expected, real_kv_hash);
+  } else if (planned.slot != 0) {
+    report_range(launch, endpoint, entry, planned);
   }
 }
 
 // Checks the entries [begin, end) by one warp.
 template <bool kLong>
-__device__ void check_entries(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t begin, int64_t end, RowStages* stages) {
-  const int64_t first = begin + threadIdx.x % kWarp;
-  uint64_t hash_before = 0;
-  Fetched fetched = fetch(endpoint, plan_of(launch, first, end), 0);
-  PlannedEntry planned = plan_of(launch, first + kWarp, end);
-  for (int64_t base = begin; base < end; base += kWarp) {
-    const int64_t entry = base + threadIdx.x % kWarp;
-    const Fetched current = fetched;
-    fetched = fetch(endpoint, planned, __shfl_sync(kFullMask, current.readable ? current.planned.slot : 0, kWarp - 1));
-    planned = plan_of(launch, entry + 2 * kWarp, end);
-    check<kLong>(launch, endpoint, entry, current, stages, &hash_before);
+__device__ void check_entries(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t begin, int64_t end, unsigned char* batches,
+                              size_t bytes, RowStages* stages) {
+  const auto batch_at = [&](int64_t number) -> Batch& { return *reinterpret_cast<Batch*>(batches + number % kDepth * bytes); };
+  const int64_t count = (end - begin + kWarp - 1) / kWarp, first = begin + threadIdx.x % kWarp;
+  PlannedEntry planned = plan_of(launch, first, end);
+  int64_t fetched = 0;
+  const auto fetch_next = [&] {
+    if (fetched < count) fetch(endpoint, planned, batch_at(fetched));
+    __pipeline_commit();
+    planned = plan_of(launch, first + ++fetched * kWarp, end);
+  };
+  for (int ahead = 0; ahead < kDepth - 1; ++ahead) fetch_next();
+  LastLane last = {0, 0};
+  for (int64_t number = 0; number < count; ++number) {
+    fetch_next();
+    __pipeline_wait_prior(kDepth - 1);
+    __syncwarp();
+    check<kLong>(launch, endpoint, first + number * kWarp, batch_at(number), stages, &last);
+    __syncwarp();  // before the batch's place is fetched into again
   }
 }
 
@@ -99,10 +150,11 @@ __device__ void prepare_write(const EndpointList& endpoints, const BeforeWrite& 
 
 template <bool kLong, bool kBeforeWrite>
 __global__ void __launch_bounds__(kThreads) verify_kernel(const __grid_constant__ VerifyLaunch launch,
-                                                          const __grid_constant__ BeforeWrite before) {
+                                                          const __grid_constant__ BeforeWrite before, size_t bytes) {
   extern __shared__ __align__(16) unsigned char shared[];
   const int warp = threadIdx.x / kWarp;
-  RowStages* stages = kLong ? reinterpret_cast<RowStages*>(shared) + warp : nullptr;
+  unsigned char* batches = shared + warp * kDepth * bytes;
+  RowStages* stages = kLong ? reinterpret_cast<RowStages*>(shared + kWarps * kDepth * bytes) + warp : nullptr;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, threads = static_cast<int64_t>(gridDim.x) * kThreads;
   if (thread < launch.endpoints.size) begin_verify(launch, launch.endpoints.items[thread]);
   if constexpr (kBeforeWrite) prepare_write(launch.endpoints, before, thread, threads);
@@ -112,22 +164,25 @@ __global__ void __launch_bounds__(kThreads) verify_kernel(const __grid_constant_
   const int endpoints = launch.endpoints.size;
   const int64_t number = thread / kWarp / endpoints, in_turn = threads / kWarp / endpoints;
   if (number >= in_turn) return;
-  const int64_t entries = verify_entries(launch), batches = (entries + kWarp - 1) / kWarp;
-  const int64_t piece = (batches + in_turn - 1) / in_turn * kWarp, begin = number * piece;
+  const int64_t entries = verify_entries(launch), in_batches = (entries + kWarp - 1) / kWarp;
+  const int64_t piece = (in_batches + in_turn - 1) / in_turn * kWarp, begin = number * piece;
   const int64_t end = begin + piece < entries ? begin + piece : entries;
-  check_entries<kLong>(launch, launch.endpoints.items[thread / kWarp % endpoints], begin, end, stages);
+  check_entries<kLong>(launch, launch.endpoints.items[thread / kWarp % endpoints], begin, end, batches, bytes, stages);
 }
 
 template <bool kLong, bool kBeforeWrite>
 cudaError_t enqueue(cudaStream_t stream, const VerifyLaunch& launch, const BeforeWrite& before) {
   const auto kernel = verify_kernel<kLong, kBeforeWrite>;
-  const size_t shared_bytes = kLong ? kWarps * sizeof(RowStages) : 0;
+  int sources = 0;
+  for (int e = 0; e < launch.endpoints.size; ++e) sources = std::max(sources, launch.endpoints.items[e].num_sources);
+  const size_t bytes = batch_bytes(sources);
+  const size_t shared_bytes = kWarps * (kDepth * bytes + (kLong ? sizeof(RowStages) : 0));
   unsigned blocks = 0;
   const int64_t wanted = (launch.capacity * launch.endpoints.size + kThreads - 1) / kThreads;
   if (cudaError_t error = resident_blocks(reinterpret_cast<const void*>(kernel), kThreads, shared_bytes, wanted, &blocks); error != cudaSuccess) {
     return error;
   }
-  kernel<<<blocks, kThreads, shared_bytes, stream>>>(launch, before);
+  kernel<<<blocks, kThreads, shared_bytes, stream>>>(launch, before, bytes);
   return cudaGetLastError();
 }
 

@@ -80,21 +80,20 @@ __device__ inline uint64_t hash_long_rows(const Source& source, bool wanted, uin
   return wanted ? hash : 0;
 }
 
-// The real-KV hash of each lane's slot, 0 where none is wanted. With kLong, all lanes of the warp call it together.
+// The hash of each lane's slot in one source that is not a pair of words; with kLong, for all lanes of the warp together.
+template <bool kLong>
+__device__ uint64_t hash_rows(const Source& source, bool wanted, int64_t slot, RowStages* stages) {
+  if constexpr (kLong) {
+    if (is_long(source)) return hash_long_rows(source, wanted, static_cast<uint32_t>(slot), *stages);
+  }
+  return wanted ? source_hash(source, static_cast<uint32_t>(slot)) : 0;
+}
+
+// The real-KV hash of each lane's slot, 0 where none is wanted; for all lanes of the warp together.
 template <bool kLong>
 __device__ uint64_t real_kv_hash_of(const Endpoint& endpoint, bool wanted, int64_t slot, RowStages* stages) {
-  if constexpr (!kLong) return wanted ? endpoint.real_kv_hash_of(slot) : 0;
   uint64_t hash = 0;
-  for (int s = 0; s < endpoint.num_sources; ++s) {
-    const Source& source = endpoint.sources[s];
-    uint64_t part = 0;
-    if (is_long(source)) {
-      part = hash_long_rows(source, wanted, static_cast<uint32_t>(slot), *stages);
-    } else if (wanted) {
-      part = source_hash(source, static_cast<uint32_t>(slot));
-    }
-    hash = fold(hash, part);
-  }
+  for (int s = 0; s < endpoint.num_sources; ++s) hash = fold(hash, hash_rows<kLong>(endpoint.sources[s], wanted, slot, stages));
   return wanted ? hash : 0;
 }
 

@@ -36,6 +36,8 @@ KVC_HD void blank_report(const ReportLaunch& report, int64_t ring_capacity, int6
 
 // One thread's share of what there is to report: the rows that the ring holds, and the summary.
 KVC_HD void fill_report(const Log& log, const ReportLaunch& report, int64_t thread, int64_t threads) {
+  const int32_t found = fresh(log.write_index);
+  const int64_t rows = found < 0 || found > log.ring_capacity ? log.ring_capacity : found;
   const struct {
     const void* words;
     int count;
@@ -47,8 +49,6 @@ KVC_HD void fill_report(const Log& log, const ReportLaunch& report, int64_t thre
     while (word >= first + parts[part].count) first += parts[part++].count;
     report.summary[word] = fresh(static_cast<const uint32_t*>(parts[part].words) + (word - first));
   }
-  const int32_t found = fresh(log.write_index);
-  const int64_t rows = found < 0 || found > log.ring_capacity ? log.ring_capacity : found;
   for (int64_t i = thread; i < rows * kViolationFields; i += threads) report.ring[i] = fresh(&log.ring[i]);
   for (int64_t i = thread; i < rows; i += threads) report.request_rows[i] = fresh(&log.request_rows[i]);
 }

@@ -54,7 +54,7 @@ KVC_HD int64_t row_of_entry(const VerifyLaunch& launch, int64_t entry) {
   return low;
 }
 
-struct PlannedEntry {
+struct alignas(16) PlannedEntry {
   int32_t slot, prev_slot, expected_position, expected_token;
 
   // Both records that the check may read are in the buffer.
