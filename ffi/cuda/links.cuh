@@ -200,7 +200,8 @@ inline constexpr int kSmallPlaces = 2 * kMaxSmallTokens;
 struct SmallChain {
   ulonglong2 operands[kMaxSmallTokens];  // token, position
   bool advances[kMaxSmallTokens];
-  int32_t slots[kSmallPlaces];  // -1 for none
+  int32_t places[kMaxSmallTokens];  // of the entries' slots in the table, -1 for those that no buffer holds
+  int32_t slots[kSmallPlaces];      // -1 for none
   int32_t last[kSmallPlaces];
 };
 
@@ -217,37 +218,40 @@ __device__ inline bool may_be_held(int64_t slot) { return slot >= 0 && slot < IN
 // The whole first part by one block, with all entries in shared memory and one thread a row.
 __device__ inline void link_small(const WriteLaunch& launch, SmallChain& chain) {
   const int64_t rows = write_rows(launch);
-  for (int64_t item = threadIdx.x; item < rows * launch.endpoints.size; item += blockDim.x) {
-    read_seed_of(launch, static_cast<int>(item / rows), item % rows);
+  const RowRange entries = all_entries(launch);
+  KVC_ROLLED
+  for (int64_t row = threadIdx.x; row < rows; row += blockDim.x) {
+    KVC_ROLLED
+    for (int e = 0; e < launch.endpoints.size; ++e) read_seed_of(launch, e, row);
   }
+  KVC_ROLLED
   for (int place = threadIdx.x; place < kSmallPlaces; place += blockDim.x) {
     chain.slots[place] = -1;
     chain.last[place] = -1;
   }
   __syncthreads();
-  const RowRange entries = all_entries(launch);
-  for (int64_t i = threadIdx.x; i < launch.num_tokens; i += blockDim.x) {
+  KVC_ROLLED
+  for (int64_t i = entries.begin + threadIdx.x; i < entries.end; i += blockDim.x) {
     const Entry entry = read_entry(launch, i);
     chain.operands[i] = {static_cast<uint64_t>(entry.token), static_cast<uint64_t>(entry.position)};
     chain.advances[i] = entry.slot >= 0;
-    if (may_be_held(entry.slot) && entries.begin <= i && i < entries.end) {
-      atomicMax(&chain.last[place_of(chain, static_cast<int32_t>(entry.slot))], static_cast<int>(i));
-    }
+    chain.places[i] = may_be_held(entry.slot) ? place_of(chain, static_cast<int32_t>(entry.slot)) : -1;
+    if (chain.places[i] >= 0) atomicMax(&chain.last[chain.places[i]], static_cast<int>(i));
   }
   __syncthreads();
+  KVC_ROLLED
   for (int64_t row = threadIdx.x; row < rows; row += blockDim.x) {
     const RowRange range = row_range(launch, row);
-    Link link = {launch.starts[row], -1, static_cast<int32_t>(row)};
+    Link link = {launch.starts[row], -1, 0};
+    KVC_ROLLED
     for (int64_t i = range.begin; i < range.end; ++i) {
+      const bool keeps = chain.places[i] < 0 || chain.last[chain.places[i]] == i;
+      link.row = static_cast<int32_t>(keeps ? row : ~row);
       launch.links[i] = link;
       if (!chain.advances[i]) continue;
-      link = {mix3(link.hash, chain.operands[i].x, chain.operands[i].y), static_cast<int32_t>(i), link.row};
+      link.hash = mix3(link.hash, chain.operands[i].x, chain.operands[i].y);
+      link.previous = static_cast<int32_t>(i);
     }
-  }
-  __syncthreads();
-  for (int64_t i = entries.begin + threadIdx.x; i < entries.end; i += blockDim.x) {
-    const int64_t slot = launch.slots[i];
-    if (may_be_held(slot) && chain.last[place_of(chain, static_cast<int32_t>(slot))] != i) launch.links[i].row = ~launch.links[i].row;
   }
 }
 

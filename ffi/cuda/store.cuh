@@ -24,6 +24,7 @@ __device__ inline void store_record(const Endpoint& endpoint, const Entry& entry
 __device__ inline bool rows_in_order(const WriteLaunch& launch) {
   const int64_t rows = write_rows(launch);
   bool disorder = false;
+  KVC_ROLLED
   for (int64_t row = threadIdx.x; row < rows; row += blockDim.x) disorder |= launch.offsets[row] > launch.offsets[row + 1];
   return !__syncthreads_or(disorder);
 }
@@ -53,7 +54,7 @@ __device__ unsigned store_lanes(const WriteLaunch& launch, int e, int64_t row, c
 
 // One row by one warp, without its links.
 template <bool kLong>
-__device__ unsigned store_row(const WriteLaunch& launch, int e, int64_t row, const RowRange& range, Keeper keeper, RowStages* stages) {
+__device__ __noinline__ unsigned store_row(const WriteLaunch& launch, int e, int64_t row, const RowRange& range, Keeper keeper, RowStages* stages) {
   unsigned stored = 0;
   walk_row(launch, e, row, range, [&](int64_t i, const Entry& entry, const Link& link) {
     stored += store_lanes<kLong>(launch, e, row, range, i, entry, link, i < range.end, keeper, stages);
@@ -67,35 +68,33 @@ template <bool kLong>
 __device__ void store_rows(const WriteLaunch& launch, Keeper keeper, RowStages* stages) {
   __shared__ int64_t walks[kMaxSmallTokens];
   __shared__ int num_walks;
-  const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp, endpoints = launch.endpoints.size;
-  const int64_t items = write_rows(launch) * endpoints, blocks = gridDim.x;
-  for (int64_t first = blockIdx.x; first < items; first += blocks * blockDim.x) {
-    const int64_t item = first + blocks * threadIdx.x;
-    bool walk = false;
-    if (item < items) {
-      const int e = static_cast<int>(item % endpoints);
-      const int64_t row = item / endpoints;
-      const RowRange range = row_range(launch, row);
-      check_row(launch, launch.endpoints.items[e], row, range);
-      walk = !range.empty() && !launch.shares_chain(e, row);
+  const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  const int64_t rows = write_rows(launch), blocks = gridDim.x;
+  KVC_ROLLED
+  for (int64_t first = blockIdx.x; first < rows; first += blocks * blockDim.x) {
+    const int64_t row = first + blocks * threadIdx.x;
+    const RowRange range = row < rows ? row_range(launch, row) : RowRange{0, 0, false};
+    KVC_ROLLED
+    for (int e = 0; e < launch.endpoints.size; ++e) {
+      if (row < rows) check_row(launch, launch.endpoints.items[e], row, range);
+      const bool walk = !range.empty() && !launch.shares_chain(e, row);
+      num_walks = 0;
+      if (!__syncthreads_or(walk)) continue;
+      if (walk) walks[atomicAdd(&num_walks, 1)] = row;
+      __syncthreads();
+      KVC_ROLLED
+      for (int w = warp; w < num_walks; w += warps) {
+        const unsigned stored = store_row<kLong>(launch, e, walks[w], row_range(launch, walks[w]), keeper, stages);
+        if (threadIdx.x % kWarp == 0) add(&launch.log.slot_runs[launch.endpoints.items[e].tag], static_cast<uint64_t>(stored));
+      }
+      __syncthreads();
     }
-    num_walks = 0;
-    if (!__syncthreads_or(walk)) continue;
-    if (walk) walks[atomicAdd(&num_walks, 1)] = item;
-    __syncthreads();
-    for (int w = warp; w < num_walks; w += warps) {
-      const int e = static_cast<int>(walks[w] % endpoints);
-      const int64_t row = walks[w] / endpoints;
-      const unsigned stored = store_row<kLong>(launch, e, row, row_range(launch, row), keeper, stages);
-      if (threadIdx.x % kWarp == 0) add(&launch.log.slot_runs[launch.endpoints.items[e].tag], static_cast<uint64_t>(stored));
-    }
-    __syncthreads();
   }
 }
 
 // Rows that share entries: one warp an endpoint takes them one after the other.
 template <bool kLong>
-__device__ void store_in_turn(const WriteLaunch& launch, int e, RowStages* stages) {
+__device__ __noinline__ void store_in_turn(const WriteLaunch& launch, int e, RowStages* stages) {
   const int64_t rows = write_rows(launch);
   uint64_t stored = 0;
   for (int64_t row = 0; row < rows; ++row) {
@@ -117,9 +116,9 @@ __device__ inline bool is_sound(const WriteLaunch& launch, const Link& link, int
 // The whole second part, by all blocks of the launch.
 template <bool kLong>
 __device__ void store_entries(const WriteLaunch& launch, Keeper keeper, RowStages* block_stages) {
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  const unsigned warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
   RowStages* stages = kLong ? block_stages + warp : nullptr;
-  const int endpoints = launch.endpoints.size;
+  const unsigned endpoints = launch.endpoints.size;
   if (blockIdx.x == 0 && threadIdx.x < endpoints) add(&launch.log.kernel_runs[launch.endpoints.items[threadIdx.x].tag], uint64_t{1});
   if (!rows_in_order(launch)) {
     if (blockIdx.x == 0 && warp < endpoints) store_in_turn<kLong>(launch, warp, stages);
@@ -128,12 +127,14 @@ __device__ void store_entries(const WriteLaunch& launch, Keeper keeper, RowStage
   store_rows<kLong>(launch, keeper, stages);
 
   // Warps take turns between the endpoints.
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * warps + warp, in_turn = static_cast<int64_t>(gridDim.x) * warps / endpoints;
-  const int e = static_cast<int>(number % endpoints);
-  if (number / endpoints >= in_turn) return;
+  const unsigned number = blockIdx.x * warps + warp, in_turn = gridDim.x * warps / endpoints, mine = number / endpoints;
+  const int e = static_cast<int>(number - mine * endpoints);
+  if (mine >= in_turn) return;
   const RowRange entries = all_entries(launch);
+  const int64_t step = static_cast<int64_t>(in_turn) * kWarp;
   uint64_t stored = 0;
-  for (int64_t base = entries.begin + number / endpoints * kWarp; base < entries.end; base += in_turn * kWarp) {
+  KVC_ROLLED
+  for (int64_t base = entries.begin + static_cast<int64_t>(mine) * kWarp; base < entries.end; base += step) {
     const int64_t i = base + lane;
     const bool inside = i < entries.end;
     const Entry entry = inside ? read_entry(launch, i) : Entry{-1, 0, 0};

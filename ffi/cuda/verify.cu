@@ -3,7 +3,7 @@
 // A warp takes neighbouring entries, which mostly are neighbouring positions of one row. So a record is read and hashed once,
 // for its own entry, and its hash is handed to the next lane; only where the plan names another predecessor is that one read
 // too. Records and short fingerprints lie anywhere in memory, so what counts is how many are on their way: they are copied to
-// shared memory asynchronously, some batches of 32 entries ahead, and the plan is read one batch further ahead.
+// shared memory asynchronously, a batch of 32 entries ahead, and the plan is read two batches further ahead.
 #include <algorithm>
 
 #include "cuda/launch.h"
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kDepth = 3;  // batches of a warp in shared memory: one being checked, the others on their way
+constexpr int kDepth = 2;  // batches of a warp in shared memory: one being checked, the others on their way
 
 // A batch in shared memory. Behind it lies a pair of words of each lane for each source that is read that way.
 struct Batch {
@@ -55,6 +55,7 @@ __device__ void fetch(const Endpoint& endpoint, const PlannedEntry& planned, Bat
       __pipeline_memcpy_async(&batch.half(owner, half), reinterpret_cast<const WordPair*>(&endpoint.records[slot]) + half, sizeof(WordPair));
     }
   }
+  KVC_ROLLED
   for (int s = 0; s < endpoint.num_sources; ++s) {
     const Source& source = endpoint.sources[s];
     if (readable && is_pair(source)) {
@@ -89,6 +90,7 @@ __device__ void check(const VerifyLaunch& launch, const Endpoint& endpoint, int6
   *last = {__shfl_sync(kFullMask, slot, kWarp - 1), __shfl_sync(kFullMask, own_hash, kWarp - 1)};
 
   uint64_t real_kv_hash = 0;
+  KVC_ROLLED
   for (int s = 0; s < endpoint.num_sources; ++s) {
     const Source& source = endpoint.sources[s];
     uint64_t part = 0;
@@ -117,15 +119,18 @@ __device__ void check_entries(const VerifyLaunch& launch, const Endpoint& endpoi
                               size_t bytes, RowStages* stages) {
   const auto batch_at = [&](int64_t number) -> Batch& { return *reinterpret_cast<Batch*>(batches + number % kDepth * bytes); };
   const int64_t count = (end - begin + kWarp - 1) / kWarp, first = begin + threadIdx.x % kWarp;
-  PlannedEntry planned = plan_of(launch, first, end);
+  PlannedEntry planned = plan_of(launch, first, end), planned_next = plan_of(launch, first + kWarp, end);
   int64_t fetched = 0;
   const auto fetch_next = [&] {
     if (fetched < count) fetch(endpoint, planned, batch_at(fetched));
     __pipeline_commit();
-    planned = plan_of(launch, first + ++fetched * kWarp, end);
+    ++fetched;
+    planned = planned_next;
+    planned_next = plan_of(launch, first + (fetched + 1) * kWarp, end);
   };
   for (int ahead = 0; ahead < kDepth - 1; ++ahead) fetch_next();
   LastLane last = {0, 0};
+  KVC_ROLLED
   for (int64_t number = 0; number < count; ++number) {
     fetch_next();
     __pipeline_wait_prior(kDepth - 1);
@@ -142,14 +147,16 @@ __device__ void prepare_write(const EndpointList& endpoints, const BeforeWrite& 
   if (number == 0) *before.finished = 0;
   if (before.report.summary != nullptr) blank_report(before.report, before.ring_capacity, number, threads);
   const int64_t wanted = *before.num_rows, rows = wanted < before.row_capacity ? wanted : before.row_capacity;
-  for (int64_t item = number; item < rows * endpoints.size; item += threads) {
-    const int64_t e = item / rows, row = item % rows;
-    before.seeds[e * before.row_capacity + row] = read_seed(endpoints.items[e], before.seed_slots[row]);
+  KVC_ROLLED
+  for (int64_t row = number; row < rows; row += threads) {
+    const int32_t seed_slot = before.seed_slots[row];
+    KVC_ROLLED
+    for (int e = 0; e < endpoints.size; ++e) before.seeds[e * before.row_capacity + row] = read_seed(endpoints.items[e], seed_slot);
   }
 }
 
 template <bool kLong, bool kBeforeWrite>
-__global__ void __launch_bounds__(kThreads) verify_kernel(const __grid_constant__ VerifyLaunch launch,
+__global__ void __launch_bounds__(kThreads, kLong ? 2 : 4) verify_kernel(const __grid_constant__ VerifyLaunch launch,
                                                           const __grid_constant__ BeforeWrite before, size_t bytes) {
   extern __shared__ __align__(16) unsigned char shared[];
   const int warp = threadIdx.x / kWarp;
@@ -161,13 +168,13 @@ __global__ void __launch_bounds__(kThreads) verify_kernel(const __grid_constant_
   if (*launch.enable == 0) return;
 
   // Warps take turns between the endpoints; each has one piece of the plan.
-  const int endpoints = launch.endpoints.size;
-  const int64_t number = thread / kWarp / endpoints, in_turn = threads / kWarp / endpoints;
-  if (number >= in_turn) return;
-  const int64_t entries = verify_entries(launch), in_batches = (entries + kWarp - 1) / kWarp;
-  const int64_t piece = (in_batches + in_turn - 1) / in_turn * kWarp, begin = number * piece;
-  const int64_t end = begin + piece < entries ? begin + piece : entries;
-  check_entries<kLong>(launch, launch.endpoints.items[thread / kWarp % endpoints], begin, end, batches, bytes, stages);
+  const unsigned endpoints = launch.endpoints.size, number = blockIdx.x * kWarps + warp, in_turn = gridDim.x * kWarps / endpoints;
+  const unsigned mine = number / endpoints;
+  if (mine >= in_turn) return;
+  const auto entries = static_cast<unsigned>(verify_entries(launch));  // the plan's count is an int32
+  const unsigned piece = ((entries + kWarp - 1) / kWarp + in_turn - 1) / in_turn * kWarp;
+  const int64_t begin = static_cast<int64_t>(mine) * piece, end = begin + piece < entries ? begin + piece : entries;
+  check_entries<kLong>(launch, launch.endpoints.items[number - mine * endpoints], begin, end, batches, bytes, stages);
 }
 
 template <bool kLong, bool kBeforeWrite>

@@ -80,19 +80,23 @@ __device__ inline uint64_t hash_long_rows(const Source& source, bool wanted, uin
   return wanted ? hash : 0;
 }
 
-// The hash of each lane's slot in one source that is not a pair of words; with kLong, for all lanes of the warp together.
+// One lane's row. Not inlined: a launch of a few entries spends its time on the way to its code.
+static __device__ __noinline__ uint64_t hash_row(const Source& source, uint32_t slot) { return source_hash(source, slot); }
+
+// The hash of each lane's slot in one source; with kLong, for all lanes of the warp together.
 template <bool kLong>
 __device__ uint64_t hash_rows(const Source& source, bool wanted, int64_t slot, RowStages* stages) {
   if constexpr (kLong) {
     if (is_long(source)) return hash_long_rows(source, wanted, static_cast<uint32_t>(slot), *stages);
   }
-  return wanted ? source_hash(source, static_cast<uint32_t>(slot)) : 0;
+  return wanted ? hash_row(source, static_cast<uint32_t>(slot)) : 0;
 }
 
 // The real-KV hash of each lane's slot, 0 where none is wanted; for all lanes of the warp together.
 template <bool kLong>
 __device__ uint64_t real_kv_hash_of(const Endpoint& endpoint, bool wanted, int64_t slot, RowStages* stages) {
   uint64_t hash = 0;
+  KVC_ROLLED
   for (int s = 0; s < endpoint.num_sources; ++s) hash = fold(hash, hash_rows<kLong>(endpoint.sources[s], wanted, slot, stages));
   return wanted ? hash : 0;
 }

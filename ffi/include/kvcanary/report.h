@@ -30,7 +30,9 @@ KVC_HD T fresh(const T* value) {
 
 // One thread's share of the report before there are findings: all rows zero, and of no request.
 KVC_HD void blank_report(const ReportLaunch& report, int64_t ring_capacity, int64_t thread, int64_t threads) {
+  KVC_ROLLED
   for (int64_t i = thread; i < ring_capacity * kViolationFields; i += threads) report.ring[i] = 0;
+  KVC_ROLLED
   for (int64_t i = thread; i < ring_capacity; i += threads) report.request_rows[i] = -1;
 }
 
@@ -44,12 +46,15 @@ KVC_HD void fill_report(const Log& log, const ReportLaunch& report, int64_t thre
   } parts[] = {{log.write_index, 1},          {report.num_invalid_rows, 1},     {report.reset_count, 1},
                {log.kernel_runs, 2 * kNumTags}, {log.slot_runs, 2 * kNumTags}, {log.reasons, kNumTags * kReasonColumns},
                {log.skips, kNumTags}};
+  KVC_ROLLED
   for (int64_t word = thread; word < kSummaryWords; word += threads) {
     int first = 0, part = 0;
     while (word >= first + parts[part].count) first += parts[part++].count;
     report.summary[word] = fresh(static_cast<const uint32_t*>(parts[part].words) + (word - first));
   }
+  KVC_ROLLED
   for (int64_t i = thread; i < rows * kViolationFields; i += threads) report.ring[i] = fresh(&log.ring[i]);
+  KVC_ROLLED
   for (int64_t i = thread; i < rows; i += threads) report.request_rows[i] = fresh(&log.request_rows[i]);
 }
 
