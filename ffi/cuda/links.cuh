@@ -196,7 +196,8 @@ __device__ inline void link_tree(const WriteLaunch& launch, int64_t row, const R
 inline constexpr int kMaxSmallTokens = 1024;
 inline constexpr int kSmallPlaces = 2 * kMaxSmallTokens;
 
-// All entries of a small launch, and a hash table of their slots with the last entry that names each.
+// All entries of a small launch, and a hash table of their slots with the last entry that names each, which uses as many places
+// as the entries need.
 struct SmallChain {
   ulonglong2 operands[kMaxSmallTokens];  // token, position
   bool advances[kMaxSmallTokens];
@@ -206,9 +207,9 @@ struct SmallChain {
 };
 
 // The place of a slot, which is entered where it is not there yet. There are more places than entries.
-__device__ inline int place_of(SmallChain& chain, int32_t slot) {
-  int place = static_cast<int>(splitmix64(static_cast<uint64_t>(slot)) % kSmallPlaces);
-  for (int32_t found; (found = atomicCAS(&chain.slots[place], -1, slot)) != -1 && found != slot;) place = (place + 1) % kSmallPlaces;
+__device__ inline int place_of(SmallChain& chain, int places, int32_t slot) {
+  int place = static_cast<int>(splitmix64(static_cast<uint64_t>(slot))) & (places - 1);
+  for (int32_t found; (found = atomicCAS(&chain.slots[place], -1, slot)) != -1 && found != slot;) place = (place + 1) & (places - 1);
   return place;
 }
 
@@ -219,13 +220,14 @@ __device__ inline bool may_be_held(int64_t slot) { return slot >= 0 && slot < IN
 __device__ inline void link_small(const WriteLaunch& launch, SmallChain& chain) {
   const int64_t rows = write_rows(launch);
   const RowRange entries = all_entries(launch);
+  const int tokens = launch.num_tokens < 1 ? 1 : static_cast<int>(launch.num_tokens);
+  const int places = 2 << (kWarp - __clz(tokens - 1));  // a power of two, at least twice the tokens
   KVC_ROLLED
   for (int64_t row = threadIdx.x; row < rows; row += blockDim.x) {
-    KVC_ROLLED
     for (int e = 0; e < launch.endpoints.size; ++e) read_seed_of(launch, e, row);
   }
   KVC_ROLLED
-  for (int place = threadIdx.x; place < kSmallPlaces; place += blockDim.x) {
+  for (int place = threadIdx.x; place < places; place += blockDim.x) {
     chain.slots[place] = -1;
     chain.last[place] = -1;
   }
@@ -235,7 +237,7 @@ __device__ inline void link_small(const WriteLaunch& launch, SmallChain& chain) 
     const Entry entry = read_entry(launch, i);
     chain.operands[i] = {static_cast<uint64_t>(entry.token), static_cast<uint64_t>(entry.position)};
     chain.advances[i] = entry.slot >= 0;
-    chain.places[i] = may_be_held(entry.slot) ? place_of(chain, static_cast<int32_t>(entry.slot)) : -1;
+    chain.places[i] = may_be_held(entry.slot) ? place_of(chain, places, static_cast<int32_t>(entry.slot)) : -1;
     if (chain.places[i] >= 0) atomicMax(&chain.last[chain.places[i]], static_cast<int>(i));
   }
   __syncthreads();

@@ -54,7 +54,7 @@ __device__ unsigned store_lanes(const WriteLaunch& launch, int e, int64_t row, c
 
 // One row by one warp, without its links.
 template <bool kLong>
-__device__ __noinline__ unsigned store_row(const WriteLaunch& launch, int e, int64_t row, const RowRange& range, Keeper keeper, RowStages* stages) {
+__device__ unsigned store_row(const WriteLaunch& launch, int e, int64_t row, const RowRange& range, Keeper keeper, RowStages* stages) {
   unsigned stored = 0;
   walk_row(launch, e, row, range, [&](int64_t i, const Entry& entry, const Link& link) {
     stored += store_lanes<kLong>(launch, e, row, range, i, entry, link, i < range.end, keeper, stages);
@@ -74,13 +74,17 @@ __device__ void store_rows(const WriteLaunch& launch, Keeper keeper, RowStages* 
   for (int64_t first = blockIdx.x; first < rows; first += blocks * blockDim.x) {
     const int64_t row = first + blocks * threadIdx.x;
     const RowRange range = row < rows ? row_range(launch, row) : RowRange{0, 0, false};
-    KVC_ROLLED
+    unsigned must_walk = 0;  // endpoints, as bits
     for (int e = 0; e < launch.endpoints.size; ++e) {
       if (row < rows) check_row(launch, launch.endpoints.items[e], row, range);
-      const bool walk = !range.empty() && !launch.shares_chain(e, row);
+      if (!range.empty() && !launch.shares_chain(e, row)) must_walk |= 1u << e;
+    }
+    if (!__syncthreads_or(static_cast<int>(must_walk))) continue;
+    KVC_ROLLED
+    for (int e = 0; e < launch.endpoints.size; ++e) {
       num_walks = 0;
-      if (!__syncthreads_or(walk)) continue;
-      if (walk) walks[atomicAdd(&num_walks, 1)] = row;
+      __syncthreads();
+      if (must_walk >> e & 1) walks[atomicAdd(&num_walks, 1)] = row;
       __syncthreads();
       KVC_ROLLED
       for (int w = warp; w < num_walks; w += warps) {
@@ -94,7 +98,7 @@ __device__ void store_rows(const WriteLaunch& launch, Keeper keeper, RowStages* 
 
 // Rows that share entries: one warp an endpoint takes them one after the other.
 template <bool kLong>
-__device__ __noinline__ void store_in_turn(const WriteLaunch& launch, int e, RowStages* stages) {
+__device__ void store_in_turn(const WriteLaunch& launch, int e, RowStages* stages) {
   const int64_t rows = write_rows(launch);
   uint64_t stored = 0;
   for (int64_t row = 0; row < rows; ++row) {
@@ -151,12 +155,14 @@ __device__ void store_entries(const WriteLaunch& launch, Keeper keeper, RowStage
 __device__ inline void finish(const WriteLaunch& launch, const ReportLaunch& report) {
   if (report.summary == nullptr) return;
   __shared__ bool last;
-  __threadfence();
+  if (gridDim.x > 1) __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) last = gridDim.x == 1 || atomicAdd(launch.finished, 1u) == gridDim.x - 1;
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
+  if (gridDim.x > 1) {
+    if (threadIdx.x == 0) last = atomicAdd(launch.finished, 1u) == gridDim.x - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+  }
   fill_report(launch.log, report, threadIdx.x, blockDim.x);
 }
 

@@ -156,7 +156,7 @@ __device__ void prepare_write(const EndpointList& endpoints, const BeforeWrite& 
 }
 
 template <bool kLong, bool kBeforeWrite>
-__global__ void __launch_bounds__(kThreads, kLong ? 2 : 4) verify_kernel(const __grid_constant__ VerifyLaunch launch,
+__global__ void __launch_bounds__(kThreads) verify_kernel(const __grid_constant__ VerifyLaunch launch,
                                                           const __grid_constant__ BeforeWrite before, size_t bytes) {
   extern __shared__ __align__(16) unsigned char shared[];
   const int warp = threadIdx.x / kWarp;

@@ -80,16 +80,13 @@ __device__ inline uint64_t hash_long_rows(const Source& source, bool wanted, uin
   return wanted ? hash : 0;
 }
 
-// One lane's row. Not inlined: a launch of a few entries spends its time on the way to its code.
-static __device__ __noinline__ uint64_t hash_row(const Source& source, uint32_t slot) { return source_hash(source, slot); }
-
 // The hash of each lane's slot in one source; with kLong, for all lanes of the warp together.
 template <bool kLong>
 __device__ uint64_t hash_rows(const Source& source, bool wanted, int64_t slot, RowStages* stages) {
   if constexpr (kLong) {
     if (is_long(source)) return hash_long_rows(source, wanted, static_cast<uint32_t>(slot), *stages);
   }
-  return wanted ? hash_row(source, static_cast<uint32_t>(slot)) : 0;
+  return wanted ? source_hash(source, static_cast<uint32_t>(slot)) : 0;
 }
 
 // The real-KV hash of each lane's slot, 0 where none is wanted; for all lanes of the warp together.

@@ -3,15 +3,12 @@
 
 #include <cstdint>
 
-// KVC_HD for what runs all the time; KVC_HD_RARE for what a kernel should not carry along in its loops; KVC_ROLLED before a
-// loop that runs once or twice, whose copies would only be code to fetch.
+// KVC_ROLLED stands before a loop that runs once or twice, whose copies would only be code to fetch.
 #if defined(__CUDACC__)
 #define KVC_HD __host__ __device__ __forceinline__
-#define KVC_HD_RARE inline __host__ __device__ __noinline__
 #define KVC_ROLLED _Pragma("unroll 1")
 #else
 #define KVC_HD inline
-#define KVC_HD_RARE inline
 #define KVC_ROLLED
 #endif
 

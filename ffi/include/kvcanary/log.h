@@ -85,7 +85,7 @@ KVC_HD int32_t next_violation(int32_t* write_index) {
 
 // Fill-once: a violation that finds the ring full is dropped, but it is counted, and so is each of its reasons. `row` is the
 // row of the batch that it belongs to, -1 for none.
-KVC_HD_RARE void record(const Log& log, const Violation& v, int64_t row) {
+KVC_HD void record(const Log& log, const Violation& v, int64_t row) {
   const bool attributed = row >= 0 && row < log.num_rows;
   if (attributed) set_bits(&log.row_flags[row], static_cast<int32_t>(v.reasons));
   KVC_ROLLED

@@ -36,22 +36,26 @@ KVC_HD void blank_report(const ReportLaunch& report, int64_t ring_capacity, int6
   for (int64_t i = thread; i < ring_capacity; i += threads) report.request_rows[i] = -1;
 }
 
+// One word of the summary.
+KVC_HD uint32_t summary_word(const Log& log, const ReportLaunch& report, int word) {
+  const void* part = log.write_index;
+  const auto skip_to = [&](int words_before, const void* next) {
+    if (word < words_before) return false;
+    word -= words_before;
+    part = next;
+    return true;
+  };
+  (void)(skip_to(1, report.num_invalid_rows) && skip_to(1, report.reset_count) && skip_to(1, log.kernel_runs) &&
+         skip_to(2 * kNumTags, log.slot_runs) && skip_to(2 * kNumTags, log.reasons) && skip_to(kNumTags * kReasonColumns, log.skips));
+  return fresh(static_cast<const uint32_t*>(part) + word);
+}
+
 // One thread's share of what there is to report: the rows that the ring holds, and the summary.
 KVC_HD void fill_report(const Log& log, const ReportLaunch& report, int64_t thread, int64_t threads) {
   const int32_t found = fresh(log.write_index);
   const int64_t rows = found < 0 || found > log.ring_capacity ? log.ring_capacity : found;
-  const struct {
-    const void* words;
-    int count;
-  } parts[] = {{log.write_index, 1},          {report.num_invalid_rows, 1},     {report.reset_count, 1},
-               {log.kernel_runs, 2 * kNumTags}, {log.slot_runs, 2 * kNumTags}, {log.reasons, kNumTags * kReasonColumns},
-               {log.skips, kNumTags}};
   KVC_ROLLED
-  for (int64_t word = thread; word < kSummaryWords; word += threads) {
-    int first = 0, part = 0;
-    while (word >= first + parts[part].count) first += parts[part++].count;
-    report.summary[word] = fresh(static_cast<const uint32_t*>(parts[part].words) + (word - first));
-  }
+  for (int64_t word = thread; word < kSummaryWords; word += threads) report.summary[word] = summary_word(log, report, static_cast<int>(word));
   KVC_ROLLED
   for (int64_t i = thread; i < rows * kViolationFields; i += threads) report.ring[i] = fresh(&log.ring[i]);
   KVC_ROLLED

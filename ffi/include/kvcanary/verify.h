@@ -67,7 +67,7 @@ KVC_HD PlannedEntry read_planned(const VerifyLaunch& launch, int64_t entry) {
 }
 
 // The finding of an entry that names a slot outside the buffer.
-KVC_HD_RARE void report_range(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t entry, const PlannedEntry& planned) {
+KVC_HD void report_range(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t entry, const PlannedEntry& planned) {
   record(launch.log, {/*tag=*/endpoint.tag,
                       /*slot=*/endpoint.holds(planned.slot) ? planned.prev_slot : planned.slot,
                       /*position=*/planned.expected_position,

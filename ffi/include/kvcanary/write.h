@@ -155,7 +155,7 @@ KVC_HD Parent parent_of(const WriteLaunch& launch, const RowRange& range, int64_
 }
 
 // The finding of an entry whose parent is none: it follows the seed instead, so that one bad index does not cascade.
-KVC_HD_RARE void report_parent(const WriteLaunch& launch, const Endpoint& endpoint, int64_t row, int64_t i, const Entry& entry,
+KVC_HD void report_parent(const WriteLaunch& launch, const Endpoint& endpoint, int64_t row, int64_t i, const Entry& entry,
                           uint64_t running) {
   record(launch.log, {/*tag=*/endpoint.tag,
                       /*slot=*/launch.parents[i],
