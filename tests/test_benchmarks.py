@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -143,26 +147,45 @@ def test_a_long_difference_is_cut():
     assert difference_text("on", difference([], [Operation("k" * 97, 1.0)])).endswith("  " + "k" * 87 + "...")
 
 
-def section(module, source, folder):
-    """What a program ends with that prints its own process and the rows of a section with that source."""
-    (folder / f"{module}.py").write_text(source)
-    paths = os.pathsep.join([str(folder), *sys.path])
-    program = f"import bench_gpu, os; print(os.getpid(), *bench_gpu.section_rows({module!r}))"
-    return subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+SOME_ROWS = "import os\nfrom table import allow\n\ndef rows():\n    return [allow('process', '-', os.getpid(), 7, 'of them')]\n"
+
+
+def run_program(program, folder, *arguments, **variables):
+    """A Python program with the benchmark's modules and those in a folder."""
+    variables["PYTHONPATH"] = os.pathsep.join([str(folder), *sys.path])
+    return subprocess.run([sys.executable, "-c", program, *arguments], env={**os.environ, **variables}, capture_output=True, text=True)
 
 
 def test_a_section_runs_in_a_process_of_its_own(tmp_path):
-    source = "import os\nfrom table import allow\n\ndef rows():\n    return [allow('process', '-', os.getpid(), 7, 'of them')]\n"
-    result = section("some_rows", source, tmp_path)
+    (tmp_path / "some_rows.py").write_text(SOME_ROWS)
+    result = run_program("import bench_gpu, os; print(os.getpid(), *bench_gpu.section_rows('some_rows'))", tmp_path)
     own, row = result.stdout.split(" ", 1)
     (measured,) = re.findall(r"^Row\(work='process', mode='-', measured=(\d+), ", row)
     assert measured != own
 
 
 def test_an_error_of_a_section_is_raised(tmp_path):
-    result = section("no_rows", "def rows():\n    raise ValueError('There is nothing to measure.')\n", tmp_path)
+    (tmp_path / "no_rows.py").write_text("def rows():\n    raise ValueError('There is nothing to measure.')\n")
+    result = run_program("import bench_gpu; bench_gpu.section_rows('no_rows')", tmp_path)
     assert result.returncode == 1
     assert result.stderr.endswith("\nValueError: There is nothing to measure.\n")
+
+
+def test_the_file_says_what_was_measured_with(tmp_path):
+    (tmp_path / "some_rows.py").write_text(SOME_ROWS)
+    for name, said in ("nvidia-smi", "NVIDIA Some, 571.13"), ("nvcc", "Cuda compilation tools, release 13.7, V13.7.11"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{said}'\n")
+        (tmp_path / name).chmod(0o755)
+    program = "import bench_gpu; bench_gpu.SECTIONS = {'one': 'some_rows', 'other': 'some_rows'}; bench_gpu.main()"
+    file = tmp_path / "rows.json"
+    result = run_program(program, tmp_path, "--json", str(file), PATH=os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(file.read_text())
+    assert (found["gpu"], found["driver"], found["cuda"], found["jax"]) == ("NVIDIA Some", "571.13", "13.7", version("jax"))
+    assert datetime.fromisoformat(found["date"]).tzinfo is not None
+    assert [row["section"] for row in found["rows"]] == ["one", "other"]
+    assert set(found["rows"][0]) == {"section", "verdict", *(field.name for field in dataclasses.fields(Row))}
+    assert found["rows"][0]["verdict"] == "over"
 
 
 def test_the_rows_of_plans_and_models(capsys):
