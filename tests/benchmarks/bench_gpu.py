@@ -2,7 +2,8 @@
 
     python tests/benchmarks/bench_gpu.py [--json FILE] [--only SECTION ...]
 
-A section is a module with rows(). Nothing here is asserted: "ok" and "over" are printed beside the limits.
+A section is a module with rows(), and runs in a process of its own: what it takes of the GPU's memory, JAX most of it, is free again for
+the next one. Nothing here is asserted: "ok" and "over" are printed beside the limits.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import datetime
 import importlib
 import importlib.metadata
 import json
+import multiprocessing
 import re
 import shutil
 import subprocess
+from concurrent.futures import ProcessPoolExecutor
 
 from table import Row, text
 
-# In this order: the kernels want the memory that JAX takes once it runs.
 SECTIONS = {"kernels": "kernel_rows", "plan": "plan_rows", "model": "model_rows"}
 
 
@@ -36,30 +38,26 @@ def main() -> None:
         if section not in arguments.only:
             continue
         print(f"\n{section}", flush=True)
-        rows = section_rows(section)
-        if rows:
-            print(text(rows), flush=True)
+        rows = section_rows(SECTIONS[section])
+        print(text(rows), flush=True)
         results += [{"section": section, **dataclasses.asdict(row), "verdict": row.verdict()} for row in rows]
         if arguments.json:  # after every section, so that an error in a later one loses nothing
             with open(arguments.json, "w", encoding="utf-8") as file:
                 json.dump({**facts, "rows": results}, file, indent=2)
 
 
-def section_rows(section: str) -> list[Row]:
-    """The rows of a section; none, with a line that says so, where its module is not there."""
-    name = SECTIONS[section]
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        print(f"skipped: there is no module {name}")
-        return []
-    return module.rows()
+def section_rows(module: str) -> list[Row]:
+    """What rows() of a module returns in a new process, which ends with it; its errors are raised here."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(_import_rows, module).result()
+
+
+def _import_rows(module: str) -> list[Row]:
+    return importlib.import_module(module).rows()
 
 
 def about() -> dict[str, str]:
-    """What was measured with. JAX itself is not asked, since it would take most of the GPU's memory."""
+    """What was measured with. JAX itself is not asked, since it would take most of the GPU's memory from the sections."""
     gpu, driver = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()[0].split(", ")
     release = re.search(r"release ([\d.]+)", _output("nvcc", "--version"))
     return {

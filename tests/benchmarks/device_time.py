@@ -1,4 +1,4 @@
-"""Device time of the kernels of a jitted call, by name and in order, from jax's own profiler; and wall times taken in turn."""
+"""Device time of the kernels of a jitted call, by name and in order, from jax's own profiler: what one program runs beyond another."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import difflib
 import re
 import statistics
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,9 @@ import jax
 _GPU_PLANES = "/device:GPU:"
 _STREAM_LINE = "Stream"  # the other lines of the plane, such as "XLA Ops", tell the same time once more
 _MEMORY_OPERATIONS = ("Memcpy", "Memset")
+_CANARY = "kvcanary"  # in the names of all kernels of this project: a namespace in CUDA, a prefix in Pallas
+_SAME_US, _SAME_SHARE = 1.0, 0.1  # two programs' times of one operation differ by less than the one or the other
+_NAME_LENGTH = 90
 
 
 class DeviceTimeError(RuntimeError):
@@ -46,13 +48,30 @@ class Operation:
         """The name without the numbers by which XLA tells the fusions of a module apart."""
         return re.sub(r"(_\d+)+$", "", self.name)
 
+    @property
+    def is_canary(self) -> bool:
+        """Whether it is a kernel of this project."""
+        return _CANARY in self.name
+
+    @property
+    def is_fusion(self) -> bool:
+        """Whether XLA fused it. Such a name says what is in it, or nothing, and may be another one in another program."""
+        return "fusion" in self.kind and not self.is_canary
+
 
 @dataclass(frozen=True)
 class Difference:
-    """What one program runs and another one does not, each list in order."""
+    """What one program runs and another one does not.
+
+    Fields:
+        added: what the second program has and the first one lacks, in order.
+        removed: what the first program has and the second one lacks, in order.
+        moved: the same work in another place or, as a fusion, under another name: as the first program has it, and the second.
+    """
 
     added: tuple[Operation, ...]
     removed: tuple[Operation, ...]
+    moved: tuple[tuple[Operation, Operation], ...]
 
     @property
     def kernels(self) -> int:
@@ -60,9 +79,14 @@ class Difference:
         return count_kernels(self.added) - count_kernels(self.removed)
 
     @property
+    def moved_us(self) -> float:
+        """By how much what moved takes longer, in microseconds."""
+        return sum(second.us - first.us for first, second in self.moved)
+
+    @property
     def us(self) -> float:
-        """Their device time in microseconds, copies and fills included."""
-        return total_us(self.added) - total_us(self.removed)
+        """Device time that came in addition, in microseconds, copies and fills included."""
+        return total_us(self.added) - total_us(self.removed) + self.moved_us
 
 
 def device_operations(call: Callable[[], Any], *, repeats: int = 5) -> list[Operation]:
@@ -149,15 +173,40 @@ def median_operations(events: Sequence[tuple[float, str, float]], repeats: int) 
 
 
 def difference(without: Sequence[Operation], with_it: Sequence[Operation]) -> Difference:
-    """What the second program runs in addition to the first, by the order of the names."""
+    """What the second program runs in addition to the first.
+
+    Both are lined up by the order of the names. Pairs that take about as long are the same work, and count nothing. So are those among
+    what is left over in both, which moved.
+    """
     matcher = difflib.SequenceMatcher(None, [op.kind for op in without], [op.kind for op in with_it], autojunk=False)
     added: list[Operation] = []
     removed: list[Operation] = []
     for what, i, j, k, m in matcher.get_opcodes():
-        if what != "equal":
-            removed += without[i:j]
-            added += with_it[k:m]
-    return Difference(tuple(added), tuple(removed))
+        same = what == "equal"
+        removed += [op for n, op in enumerate(without[i:j]) if not (same and _as_long(op, with_it[k + n]))]
+        added += [op for n, op in enumerate(with_it[k:m]) if not (same and _as_long(without[i + n], op))]
+    moved: list[tuple[Operation, Operation]] = []
+    for alike in (_same_kind, _both_fusions):  # the names that agree first
+        for first in tuple(removed):
+            candidates = [second for second in added if alike(first, second) and _as_long(first, second)]
+            if candidates:
+                second = min(candidates, key=lambda operation: abs(operation.us - first.us))
+                moved.append((first, second))
+                removed.remove(first)
+                added.remove(second)
+    return Difference(tuple(added), tuple(removed), tuple(moved))
+
+
+def _same_kind(first: Operation, second: Operation) -> bool:
+    return first.kind == second.kind
+
+
+def _both_fusions(first: Operation, second: Operation) -> bool:
+    return first.is_fusion and second.is_fusion
+
+
+def _as_long(first: Operation, second: Operation) -> bool:
+    return abs(first.us - second.us) <= max(_SAME_US, _SAME_SHARE * first.us)
 
 
 def total_us(operations: Sequence[Operation]) -> float:
@@ -178,33 +227,37 @@ def print_operations(title: str, operations: Sequence[Operation]) -> None:
         print(f"  {operation.us:10.2f} us  {'' if operation.is_kernel else '(memory) '}{operation.name}")
 
 
-def print_totals(title: str, operations: Sequence[Operation], largest: int = 8) -> None:
-    """Device time of everything, and of the kinds that take most of it."""
-    kinds: dict[str, list[Operation]] = {}
-    for operation in operations:
-        kinds.setdefault(operation.kind, []).append(operation)
-    print(f"{title}: {count_kernels(operations)} kernels, {total_us(operations):.1f} us")
-    for kind, same in sorted(kinds.items(), key=lambda item: -total_us(item[1]))[:largest]:
-        print(f"  {total_us(same):10.1f} us in {len(same):4}  {kind}")
-
-
-def wall_us(calls: Mapping[str, Callable[[], Any]], *, blocks: int, steps: int) -> dict[str, float]:
-    """Wall time of one step of each kind in microseconds: the median over blocks of steps, the kinds taken in turn.
+def difference_text(title: str, found: Difference, lines: int = 10) -> str:
+    """A line for all of it and one for each kind: this project's kernels, then what else costs or saves most.
 
     Args:
-        calls: each runs one step and returns arrays to wait for.
-        blocks: blocks of each kind that are measured; one more comes before them.
-        steps: steps in a block, with nothing but its last one waited for.
+        title: what the difference is.
+        found: the difference.
+        lines: the most there are, unless this project has more kinds of kernels than that.
     """
-    times: dict[str, list[float]] = {kind: [] for kind in calls}
-    order = list(calls)
-    for block in range(blocks + 1):
-        for kind in order:
-            start = time.perf_counter()
-            for _ in range(steps):
-                out = calls[kind]()
-            jax.block_until_ready(out)
-            if block:
-                times[kind].append((time.perf_counter() - start) / steps * 1e6)
-        order.reverse()  # a drift of the clock hits all kinds alike
-    return {kind: statistics.median(values) for kind, values in times.items()}
+    kinds: dict[str, tuple[bool, int, float]] = {}
+    for sign, operations in ((1, found.added), (-1, found.removed)):
+        for operation in operations:
+            _, count, us = kinds.get(operation.kind, (False, 0, 0.0))
+            kinds[operation.kind] = (operation.is_canary, count + sign, us + sign * operation.us)
+    ordered = sorted(kinds, key=lambda kind: (not kinds[kind][0], -abs(kinds[kind][2])))
+    own = sum(is_own for is_own, _, _ in kinds.values())
+    room = lines - 1 - bool(found.moved)
+    shown = len(ordered) if len(ordered) <= room else max(own, room - 1)
+    others = len(found.added) - len(found.removed) - found.kernels
+    text = [f"{title}: {found.kernels:+} kernels, {others:+} copies and fills, {found.us:+.2f} us"]
+    text += [_difference_line(*kinds[kind][1:], _shortened(kind)) for kind in ordered[:shown]]
+    if rest := [kinds[kind] for kind in ordered[shown:]]:
+        count, us = sum(count for _, count, _ in rest), sum(us for _, _, us in rest)
+        text.append(_difference_line(count, us, f"({len(rest)} more kinds)"))
+    if found.moved:
+        text.append(_difference_line(0, found.moved_us, f"({len(found.moved)} operations that moved or have another name)"))
+    return "\n".join(text)
+
+
+def _difference_line(count: int, us: float, what: str) -> str:
+    return f"  {us:+10.2f} us in {count:+4}  {what}"
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _NAME_LENGTH else name[: _NAME_LENGTH - 3] + "..."

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from device_time import DeviceTimeError, device_operations, print_operations, total_us, wall_us
-from table import Row
+from device_time import DeviceTimeError, device_operations, print_operations, total_us
+from table import Row, allow, compare, text
+from wall_time import wall_times
 
 import jax_kvcanary as kvc
 
@@ -38,24 +39,22 @@ def rows(batch: int = ROWS, entries: int = ENTRIES, capacity: int = CAPACITY) ->
         f"plan, {batch} rows, {entries} entries, room for {capacity}": (batch, entries // batch),
         f"plan, 1 row, {IDLE_ENTRIES} entries, room for {capacity}": (1, IDLE_ENTRIES),
     }
+    full_work, idle_work = cases
     calls = {work: _plans(bs, prefix, capacity) for work, (bs, prefix) in cases.items()}
     try:
         operations = {work: device_operations(call, repeats=2 * _TABLES) for work, call in calls.items()}
     except DeviceTimeError as error:
         print(f"Wall times only. {error}")
-        times = wall_us(calls, blocks=7, steps=2 * _TABLES)
-        full, idle = times.values()
-        return [
-            Row(f"{work} (wall time, no device profile)", "-", time, "full plan", full, time / full, None) for work, time in times.items()
-        ]
+        times = wall_times(calls, rounds=8, steps=2 * _TABLES)
+        return [_beside_full(f"{work} (wall time, no device profile)", times.median(work), times.median(full_work)) for work in cases]
     for work, ran in operations.items():
         print_operations(work, ran)
-    full, idle = map(total_us, operations.values())
-    full_work, idle_work = cases
-    return [
-        Row(full_work, "-", full, f"{_ALLOWED_US:.0f} us allowed", _ALLOWED_US, full / _ALLOWED_US, 1.0),
-        Row(idle_work, "-", idle, "full plan", full, idle / full, None),
-    ]
+    full_us, idle_us = total_us(operations[full_work]), total_us(operations[idle_work])
+    return [allow(full_work, "-", full_us, _ALLOWED_US), _beside_full(idle_work, idle_us, full_us)]
+
+
+def _beside_full(work: str, us: float, full_us: float) -> Row:
+    return compare(work, "-", us, "full plan", full_us)
 
 
 def _plans(batch: int, prefix: int, capacity: int) -> Callable[[], Any]:
@@ -78,8 +77,7 @@ def main() -> None:
     parser.add_argument("--entries", type=int, default=ENTRIES)
     parser.add_argument("--capacity", type=int, default=CAPACITY)
     arguments = parser.parse_args()
-    for row in rows(arguments.rows, arguments.entries, arguments.capacity):
-        print(row)
+    print(text(rows(arguments.rows, arguments.entries, arguments.capacity)))
 
 
 if __name__ == "__main__":

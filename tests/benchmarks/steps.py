@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -103,23 +103,28 @@ class Steps:
         """:meth:`step` of one kind."""
         return functools.partial(self.step, kind)
 
-    def extra_bytes(self, kind: str) -> int:
-        """Device memory that the kind's program needs beyond that without a canary, its plan and all that is donated left out."""
+    def memory(self, kind: str) -> Memory:
+        """Device memory that the kind's program takes while it runs, its arguments and what it writes in place of them left out."""
+        found = self.program(kind).memory_analysis()
+        return Memory(found.temp_size_in_bytes, found.output_size_in_bytes - found.alias_size_in_bytes)
+
+    def plan_bytes(self) -> int:
+        """Device memory of the plan of a step with a canary, which lives as long as the step; the rows' flags are the report's."""
         *_, batch = self._arguments
         capacities = self.cache.capacities
         plan = jax.eval_shape(
-            functools.partial(kvc.plan, verify_capacity=capacities.verify_capacity, write_req_capacity=len(batch.plan_input.prefix_lens)),
+            functools.partial(kvc.plan, verify_capacity=capacities.verify_capacity, write_req_capacity=capacities.write_req_capacity),
             batch.plan_input,
             batch.req_to_token,
         )
-        plan_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(plan))
-        return _own_bytes(self.program(kind)) - _own_bytes(self.program(OFF)) - plan_bytes
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((plan.verify, plan.write, plan.num_invalid_rows)))
 
 
-def _own_bytes(program: Any) -> int:
-    """Temporary memory, and results that are not a donated argument's memory."""
-    memory = program.memory_analysis()
-    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+class Memory(NamedTuple):
+    """Bytes of device memory of a program."""
+
+    temporary: int
+    results: int  # those that do not lie in a donated argument
 
 
 def extend_batch(table: np.ndarray, rows: np.ndarray, prefix: int, extend: int, vocab: int) -> kvc.ForwardBatch:

@@ -94,7 +94,7 @@ Times write_times(const Bench& bench, const std::string& work, const Mode& mode,
 void prefill_rows(const Bench& bench, const std::string& work, int64_t rows, const Limits& chain_limits, const Limits& baseline_limits) {
   const int64_t length = kPrefillTokens / rows;
   std::vector<WriteSet> sets;
-  for (int i = 0; i < kWriteSets; ++i) sets.push_back(write_set(rows, length, &bench.slots[i * kPrefillTokens], nullptr, 1000 + i));
+  for (int i = 0; i < kWriteSets; ++i) sets.push_back(write_set(rows, length, &bench.slots[i * kPrefillTokens], 1000 + i));
   const double floor_us = floors::chain_us(bench.stream, length);
   for (size_t m = 0; m < kModes.size(); ++m) {
     const Timing baseline_timing = rows == 1 ? Timing{2, 3} : Timing{kWriteSets, 3};
@@ -110,8 +110,8 @@ void decode_rows(const Bench& bench) {
   std::vector<WriteSet> before, sets;
   for (int i = 0; i < kWriteSets; ++i) {
     const int64_t* seeds = &bench.slots[2 * i * kDecodeRows];
-    before.push_back(write_set(kDecodeRows, 1, seeds, nullptr, 2000 + i));
-    sets.push_back(write_set(kDecodeRows, 1, seeds + kDecodeRows, seeds, 3000 + i));
+    before.push_back(write_set(kDecodeRows, 1, seeds, 2000 + i));
+    sets.push_back(write_set(kDecodeRows, 1, seeds + kDecodeRows, 3000 + i, seeds, 1));
   }
   for (const Mode& mode : kModes) {
     const Times times = write_times(bench, work, mode, before, sets, {kWriteSets, 7});
@@ -171,7 +171,7 @@ void verify_rows(const Bench& bench, const Limits& baseline_limits, double read_
   std::vector<VerifySet> sets, few_sets;
   for (int i = 0; i < kVerifySets; ++i) {
     const int64_t* slots = &bench.slots[i * kVerifyEntries];
-    writes.push_back(write_set(kVerifyRows, kVerifyLength, slots, nullptr, 4000 + i));
+    writes.push_back(write_set(kVerifyRows, kVerifyLength, slots, 4000 + i));
     sets.push_back(verify_set(kVerifyRows, kVerifyLength, kVerifyEntries, slots));
     // The plan of an idle batch has the room of a busy one.
     few_sets.push_back(verify_set(1, kFewEntries, kVerifyEntries, slots));
@@ -190,6 +190,50 @@ void verify_rows(const Bench& bench, const Limits& baseline_limits, double read_
   }
 }
 
+// A whole decode step: before and behind the forward, K and V, all prefixes are verified and a token is written behind each.
+void step_rows(const Bench& bench, const Mode& mode) {
+  const std::string work = "step of 256 requests, context 4,096: verify and write, 4 endpoints";
+  constexpr int64_t kPrefix = kVerifyLength - 1;
+  std::vector<WriteSet> before, sets;
+  std::vector<VerifySet> prefixes;
+  std::vector<const WriteSet*> written;
+  for (int i = 0; i < kVerifySets; ++i) {
+    const int64_t* slots = &bench.slots[i * kVerifyEntries];  // of the prefixes, then of the tokens behind them
+    std::vector<int64_t> seeds;
+    for (int64_t row = 1; row <= kVerifyRows; ++row) seeds.push_back(slots[row * kPrefix - 1]);
+    before.push_back(write_set(kVerifyRows, kPrefix, slots, 5000 + i));
+    prefixes.push_back(verify_set(kVerifyRows, kPrefix, kVerifyEntries, slots));
+    sets.push_back(write_set(kVerifyRows, 1, slots + kVerifyRows * kPrefix, 6000 + i, seeds.data(), kPrefix));
+  }
+  for (const WriteSet& set : before) written.push_back(&set);
+  require_same_writes(bench, work, {0, 1, 2, 3}, mode, written);
+
+  const auto ours = bench.pool.endpoints(bench.project, mode), theirs = bench.pool.endpoints(bench.baseline, mode);
+  const auto project_step = [&](int i) {
+    return bench.project.step(bench.stream, &prefixes[i % kVerifySets], sets[i % kVerifySets], ours);
+  };
+  const auto baseline_step = [&](int i) {
+    const cudaError_t error = bench.baseline.verify(bench.stream, prefixes[i % kVerifySets], theirs);
+    return error != cudaSuccess ? error : bench.baseline.write(bench.stream, sets[i % kVerifySets], theirs);
+  };
+  for (const Side* side : bench.sides()) side->log.reset();
+  for (int i = 0; i < kVerifySets; ++i) {
+    check(project_step(i), "launching this project's step");
+    check(baseline_step(i), "launching the baseline's step");
+  }
+  finish("running steps");
+  require_same_records(work, bench.project, bench.baseline);
+  for (const Side* side : bench.sides()) {
+    for (int number = 0; number < kEndpoints; ++number) {
+      side->require_runs(work, number, 2 * kVerifySets, kVerifySets * kVerifyRows * kVerifyLength);
+    }
+  }
+  const double project_us = device_us(bench.stream, {12, 9}, project_step);
+  const double baseline_us = device_us(bench.stream, {12, 9}, baseline_step);
+  for (const Side* side : bench.sides()) side->require_clean(work);
+  print_row(work, mode.name, project_us, "baseline", baseline_us);
+}
+
 }  // namespace
 }  // namespace bench
 
@@ -204,6 +248,7 @@ int main() {
   prefill_rows(data, "write, 32 requests of 512 tokens, 4 endpoints", 32,
                /*chain=*/{kNoLimit, 1.5, kNoLimit}, /*baseline=*/{});
   decode_rows(data);
+  step_rows(data, kModes[1]);
   verify_rows(data, /*baseline=*/{0.5, 0.6, 0.35}, /*read=*/1.5);
   return 0;
 }

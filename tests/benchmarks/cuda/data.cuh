@@ -60,12 +60,13 @@ inline std::vector<int64_t> even_offsets(int64_t rows, int64_t length) {
   return offsets;
 }
 
-// Writes to `slots` [rows * length], request after request; with `seeds` [rows] they go on behind one token, else they begin.
-inline WriteSet write_set(int64_t rows, int64_t length, const int64_t* slots, const int64_t* seeds, uint64_t random_seed) {
+// Writes to `slots` [rows * length], request after request. They begin, or go on behind the `seeds` [rows] at position `first`.
+inline WriteSet write_set(int64_t rows, int64_t length, const int64_t* slots, uint64_t random_seed, const int64_t* seeds = nullptr,
+                          int64_t first = 0) {
   std::vector<int64_t> tokens, positions;
   for (int64_t i = 0; i < rows * length; ++i) {
     tokens.push_back(static_cast<int64_t>(random_value(random_seed, static_cast<uint64_t>(i)) % 128'256));
-    positions.push_back(i % length + (seeds != nullptr ? 1 : 0));
+    positions.push_back(first + i % length);
   }
   const std::vector<int64_t> seed_slots = seeds != nullptr ? std::vector<int64_t>(seeds, seeds + rows) : std::vector<int64_t>(rows, -1);
   return {rows,

@@ -28,21 +28,42 @@ class Project : public Side {
     skips_.fill_bytes(0);
   }
 
-  // The heads of a list, then its tails with the links of the heads, as a step has them; or any endpoints, by themselves.
+  // All four endpoints: a step of requests that have nothing in the cache. Others: a write by itself.
   cudaError_t write(cudaStream_t stream, const WriteSet& set, const std::vector<EndpointView>& endpoints) const {
-    if (!is_step(endpoints)) {
-      kvcanary::WriteLaunch launch = write_launch(set, endpoints);
-      return kvcanary::cuda::launch_write(stream, launch);
-    }
+    if (endpoints.size() == kEndpoints) return step(stream, nullptr, set, endpoints);
+    kvcanary::WriteLaunch launch = write_launch(set, endpoints);
+    return kvcanary::cuda::launch_write(stream, launch);
+  }
+
+  // Heads, then tails with the links of the heads; each phase verifies the prefixes, where there are any, and writes behind them.
+  cudaError_t step(cudaStream_t stream, const VerifySet* prefixes, const WriteSet& set, const std::vector<EndpointView>& endpoints) const {
     const auto tails = endpoints.begin() + kTailK;
-    if (cudaError_t error = phase(stream, set, {endpoints.begin(), tails}, false); error != cudaSuccess) return error;
-    return phase(stream, set, {tails, endpoints.end()}, true);
+    if (cudaError_t error = phase(stream, prefixes, set, {endpoints.begin(), tails}, false); error != cudaSuccess) return error;
+    return phase(stream, prefixes, set, {tails, endpoints.end()}, true);
   }
 
   // How often a tag is counted in one write.
   static int64_t launches_in_write(size_t endpoints) { return endpoints == kEndpoints ? 2 : 1; }
 
   cudaError_t verify(cudaStream_t stream, const VerifySet& set, const std::vector<EndpointView>& endpoints) const {
+    return kvcanary::cuda::launch_verify(stream, verify_launch(set, endpoints));
+  }
+
+ private:
+  cudaError_t phase(cudaStream_t stream, const VerifySet* prefixes, const WriteSet& set, const std::vector<EndpointView>& endpoints,
+                    bool carried) const {
+    kvcanary::WriteLaunch write = write_launch(set, endpoints);
+    write.carried = carried;
+    if (prefixes != nullptr) return kvcanary::cuda::launch_phase(stream, verify_launch(*prefixes, endpoints), write, {});
+    kvcanary::VerifyLaunch nothing = {};
+    nothing.num_valid = nothing_.data();
+    nothing.enable = check_positions_.data();
+    nothing.log = write.log;
+    nothing.endpoints = write.endpoints;
+    return kvcanary::cuda::launch_phase(stream, nothing, write, {});
+  }
+
+  kvcanary::VerifyLaunch verify_launch(const VerifySet& set, const std::vector<EndpointView>& endpoints) const {
     kvcanary::VerifyLaunch launch = {};
     launch.slots = set.slots.narrow.data();
     launch.expected_tokens = set.expected_tokens.narrow.data();
@@ -54,22 +75,7 @@ class Project : public Side {
     launch.capacity = set.capacity;
     launch.log = log_of(set.rows);
     launch.endpoints = list_of(endpoints);
-    return kvcanary::cuda::launch_verify(stream, launch);
-  }
-
- private:
-  static bool is_step(const std::vector<EndpointView>& endpoints) { return endpoints.size() == kEndpoints; }
-
-  // A phase of a step whose requests have nothing in the cache yet, so that its verify finds no entries.
-  cudaError_t phase(cudaStream_t stream, const WriteSet& set, const std::vector<EndpointView>& endpoints, bool carried) const {
-    kvcanary::WriteLaunch write = write_launch(set, endpoints);
-    write.carried = carried;
-    kvcanary::VerifyLaunch verify = {};
-    verify.num_valid = nothing_.data();
-    verify.enable = check_positions_.data();
-    verify.log = write.log;
-    verify.endpoints = write.endpoints;
-    return kvcanary::cuda::launch_phase(stream, verify, write, {});
+    return launch;
   }
 
   kvcanary::WriteLaunch write_launch(const WriteSet& set, const std::vector<EndpointView>& endpoints) const {
