@@ -9,7 +9,7 @@ import jax_kvcanary._ffi  # noqa: F401 - first, for its sentence where the packa
 from jax_kvcanary import perturb, pools, reference
 from jax_kvcanary.batch import ForwardBatch
 from jax_kvcanary.buffers import CanaryBufferGroup, CanaryState, fresh_records
-from jax_kvcanary.canary import Canary, CanaryStep, install_canary
+from jax_kvcanary.canary import Canary, CanaryStep
 from jax_kvcanary.config import CanaryConfig, CanaryLaunchCapacities, CanaryMode, PerturbConfig, PerturbKind
 from jax_kvcanary.constants import (
     CANARY_CHAIN_ANCHOR,
@@ -26,6 +26,7 @@ from jax_kvcanary.constants import (
 from jax_kvcanary.dump import CanaryDump, DumpedGroup, load_dump
 from jax_kvcanary.expected_tokens import append_expected_tokens, set_expected_tokens
 from jax_kvcanary.health import CanaryHealthError
+from jax_kvcanary.install import install_canary
 from jax_kvcanary.monitor import CanaryMonitor
 from jax_kvcanary.oracle import TokenOracle
 from jax_kvcanary.plan import Plan, PlanInput, VerifyPlan, WritePlan, plan

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_kvcanary as kvc
-from jax_kvcanary import _cpu, _ffi, _launch, canary, constants, report
+from jax_kvcanary import _cpu, _ffi, _launch, constants, install, report
 
 #: Every name of the public surface's description.
 PUBLIC = [
@@ -155,7 +155,7 @@ def test_cuda_is_there_or_its_absence_is_explained():
     built = importlib.util.find_spec("jax_kvcanary._cuda") is not None
     assert NO_CUDA == _cpu.CUDA_MISSING
     assert (None if built else NO_CUDA) == _ffi.CUDA_MISSING
-    assert canary.CUDA_MISSING == _ffi.CUDA_MISSING
+    assert install.CUDA_MISSING == _ffi.CUDA_MISSING
 
 
 def make_pool():
@@ -175,27 +175,27 @@ class Device:
 
 @pytest.mark.parametrize("platform", ["gpu", "cuda"])
 def test_a_pool_on_a_gpu_needs_the_cuda_module(monkeypatch, platform):
-    found = canary._devices
-    monkeypatch.setattr(canary, "_devices", lambda tree: {*found(tree), Device(platform)})
-    monkeypatch.setattr(canary, "CUDA_MISSING", NO_CUDA)
+    found = install._devices
+    monkeypatch.setattr(install, "_devices", lambda tree: {*found(tree), Device(platform)})
+    monkeypatch.setattr(install, "CUDA_MISSING", NO_CUDA)
     with pytest.raises(RuntimeError) as caught:
         install()
     assert (type(caught.value), str(caught.value)) == (RuntimeError, NO_CUDA)
     assert install("none") == (None, None)
-    monkeypatch.setattr(canary, "CUDA_MISSING", None)
-    monkeypatch.setattr(canary, "_devices", found)
+    monkeypatch.setattr(install, "CUDA_MISSING", None)
+    monkeypatch.setattr(install, "_devices", found)
     assert install()[0].config.mode is kvc.CanaryMode.LOG
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a pool elsewhere needs its platform's module")
 def test_a_pool_on_the_host_needs_no_cuda_module(monkeypatch):
-    monkeypatch.setattr(canary, "CUDA_MISSING", NO_CUDA)
+    monkeypatch.setattr(install, "CUDA_MISSING", NO_CUDA)
     assert install()[0].config.mode is kvc.CanaryMode.LOG
 
 
 def test_the_state_is_where_the_pool_is():
     _, state = install()
-    assert canary._devices(state) == canary._devices(make_pool())
+    assert install._devices(state) == canary._devices(make_pool())
 
 
 @pytest.mark.skipif(_ffi.CUDA_MISSING is None, reason="the CUDA module is installed")

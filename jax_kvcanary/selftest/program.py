@@ -12,9 +12,10 @@ import numpy as np
 
 from jax_kvcanary.batch import ForwardBatch
 from jax_kvcanary.buffers import CanaryBufferGroup, CanaryState
-from jax_kvcanary.canary import Canary, CanaryStep, install_canary
+from jax_kvcanary.canary import Canary, CanaryStep
 from jax_kvcanary.config import CanaryConfig, CanaryLaunchCapacities, CanaryMode
 from jax_kvcanary.constants import PoolKind
+from jax_kvcanary.install import install_canary
 from jax_kvcanary.perturb import Perturbation
 from jax_kvcanary.pools import SWAKVPool
 from jax_kvcanary.selftest.faults import Fault, Mode, Moment

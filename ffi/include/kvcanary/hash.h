@@ -3,12 +3,16 @@
 
 #include <cstdint>
 
-// KVC_ROLLED stands before a loop that runs once or twice, whose copies would only be code to fetch.
 #if defined(__CUDACC__)
 #define KVC_HD __host__ __device__ __forceinline__
-#define KVC_ROLLED _Pragma("unroll 1")
 #else
 #define KVC_HD inline
+#endif
+
+// Before a loop of a kernel that runs once or twice, whose copies would only be code to fetch.
+#if defined(__CUDA_ARCH__)
+#define KVC_ROLLED _Pragma("unroll 1")
+#else
 #define KVC_ROLLED
 #endif
 

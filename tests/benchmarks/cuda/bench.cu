@@ -15,7 +15,6 @@
 namespace bench {
 namespace {
 
-constexpr int64_t kNumSlots = 3'145'739;  // prime, and enough for every entry of every set to have a slot of its own
 constexpr int64_t kPrefillTokens = 16'384;
 constexpr int64_t kDecodeRows = 256;
 constexpr int64_t kVerifyRows = 256, kVerifyLength = 4'096;
@@ -25,17 +24,31 @@ constexpr int64_t kFewEntries = 256;
 // entries measure the latency of their launches.
 constexpr int kWriteSets = 48;
 constexpr int kVerifySets = 3;
-static_assert(kVerifySets * kVerifyEntries < kNumSlots && kWriteSets * kPrefillTokens < kNumSlots);
+// Each set of a large verify has a pool of its own, which it fills to 94 %: a server's pool is what memory was left, and is full
+// when there is something to do. Its slots are in random order.
+constexpr int64_t kPoolSlots = 1'114'111;  // prime
+constexpr int64_t kNumSlots = 1 + kVerifySets * kPoolSlots;
+static_assert(kVerifyEntries < kPoolSlots && kWriteSets * kPrefillTokens < kVerifyEntries);
 
 using Limits = std::array<std::optional<double>, kModes.size()>;  // one a mode
 constexpr std::optional<double> kNoLimit = std::nullopt;
+
+// The slots of all pools, as many of each as a large verify has entries.
+std::vector<int64_t> slots_of_pools() {
+  std::vector<int64_t> slots;
+  for (int i = 0; i < kVerifySets; ++i) {
+    const std::vector<int64_t> pool = permutation(1 + i * kPoolSlots, 1 + (i + 1) * kPoolSlots, 3 + i);
+    slots.insert(slots.end(), pool.begin(), pool.begin() + kVerifyEntries);
+  }
+  return slots;
+}
 
 struct Bench {
   cudaStream_t stream;
   Pool pool{kNumSlots};
   Project project{kNumSlots, std::max(kVerifyRows, kDecodeRows), kVerifyEntries};
   baseline::Baseline baseline{kNumSlots};
-  std::vector<int64_t> slots = permutation(1, kNumSlots, 3);
+  std::vector<int64_t> slots = slots_of_pools();
 
   std::array<const Side*, 2> sides() const { return {&project, &baseline}; }
 };
