@@ -10,8 +10,9 @@ import itertools
 import numpy as np
 import pytest
 
-from helpers.launches import INT32_MAX, ROOMY, Write, check_write, in_order, make_write
-from helpers.states import fields
+from helpers import launches
+from helpers.launches import INT32_MAX, ROOMY, TAGS, Write, check_write, in_order, make_write
+from helpers.states import assert_same_buffer, assert_same_state, fields, fresh_state, log_rows
 from jax_kvcanary import FailReason as Reason
 
 #: Tokens around the borders of a warp, a tile, and a launch of one block.
@@ -62,6 +63,23 @@ def test_token_counts(tokens, endpoints, seeds):
     rows = check_write(case)
     if tokens > 1000:
         assert reasons_of(rows) == Reason.SLOT_OUT_OF_RANGE | Reason.WRITE_TOKEN_MISMATCH | Reason.WRITE_POSITION_MISMATCH
+
+
+@SIZES
+def test_a_donated_step_of_one_endpoint(get_backend, tokens):
+    """The public operation, jitted, with its buffer and state updated in place."""
+    rng = np.random.default_rng(tokens)
+    case = make_write(rng, split(rng, tokens, 5), endpoints=1, padding=11)
+    case.positions[::53] += 1
+    outcomes = []
+    for name in ("reference", "jit"):
+        backend = get_backend(name)
+        arrays = backend.own((case.buffers[0], case.plan, *case.arrays, fresh_state(ROOMY)))
+        outcomes.append(backend.write_step(*arrays, tag=TAGS[0]))
+    (want_buffer, want), (got_buffer, got) = outcomes
+    assert_same_buffer(got_buffer, want_buffer)
+    assert_same_state(got, want)
+    assert log_rows(got).size > 0
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -164,9 +182,8 @@ def test_three_slots_that_a_row_names_over_and_over(tokens):
     rng = np.random.default_rng(tokens)
     case = make_write(rng, [tokens, 0], endpoints=3, num_slots=41 + tokens)
     case.slots = rng.choice([7, 11, len(case.buffers[0]) - 1], tokens).astype(np.int32)
-    damage = fields(case.buffers[2])
     case.plan.write_seed_slot_indices[0] = 3
-    damage[3, 0] ^= 1
+    damage_seeds(case, [0], [2], field=0)
     check_write(case)
 
 
@@ -314,8 +331,6 @@ def test_endpoints_of_different_sizes():
 
 def test_a_case_that_goes_wrong_is_seen():
     """The comparison tells a record that is half of one entry and half of another."""
-    from helpers import launches
-
     rng = np.random.default_rng(1)
     case: Write = make_write(rng, [3, 3])
     case.slots[[0, 3]] = 9

@@ -17,7 +17,6 @@ from jax_kvcanary._launch import BatchRows, Endpoint
 from jax_kvcanary.constants import CanaryLaunchTag, RealKvHashMode
 from jax_kvcanary.plan import VerifyPlan, WritePlan
 from jax_kvcanary.reference.hashes import real_kv_hash, to_signed
-from jax_kvcanary.state import to_int64
 from jax_kvcanary.verify import verify_launch
 from jax_kvcanary.write import write_launch
 
@@ -284,8 +283,3 @@ def check_verify(
     if rows is not None:
         _check_attribution(got, rows, flags)
     return log_rows(got)
-
-
-def slot_runs(state: Any) -> np.ndarray:
-    """Entries counted so far, int64 [12]."""
-    return to_int64(host(state).slot_run_counters)
