@@ -133,9 +133,7 @@ def call(
     ends = list(itertools.accumulate(len(group) for group in groups))
     aliases = {len(operands) + i: ends[0] + i for i in range(len(log))}
     aliases |= {len(operands) + len(log) + i: ends[2] + i for i in range(len(written))}
-    out = jax.ffi.ffi_call(
-        target, results_like([result for group in groups for result in group], arrays), input_output_aliases=aliases
-    )(
+    out = jax.ffi.ffi_call(target, results_like([result for group in groups for result in group], arrays), input_output_aliases=aliases)(
         *arrays,
         tags=np.array([int(endpoint.tag) for endpoint in endpoints], np.int64),
         source_counts=np.array([len(endpoint.sources) for endpoint in endpoints], np.int64),

@@ -118,4 +118,4 @@ def phase_launch(
             row_flags=jnp.zeros((0,), jnp.int32) if out.rows is None else out.rows.flags,
             summary=summary,
         )
-    return PhaseResults(out.buffers, out.state, out.rows, links if carried else out.own[1], report)
+    return PhaseResults(out.buffers, out.state, out.rows, out.own[1] if links is None else links, report)
