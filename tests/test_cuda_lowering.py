@@ -66,7 +66,7 @@ def test_a_step_of_operations():
 
     text = cuda_text(step, rows(5), ints(MAX_REQS, MAX_SEQ_LEN), ints(TOKENS), kvc.fresh_records(NUM_SLOTS), state)
     assert occurrences(text, KERNELS) == [1, 1]
-    assert occurrences(text, TARGETS) == [1, 1]
+    assert occurrences(text, TARGETS) == [1, 1, 0]
 
 
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
@@ -110,14 +110,34 @@ def test_a_plan_without_room_for_entries_is_one_kernel():
     assert occurrences(text, KERNELS) == [1, 0]
 
 
-def test_a_step_of_the_loop():
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("write_req_capacity", [5, 11])
+def test_a_step_of_the_loop_is_two_kernels_and_two_calls(write_req_capacity, tree):
+    """Nothing else runs for int32 inputs: no slice, no constant, and no copy for the report."""
     pool = kvc.pools.MHATokenToKVPool.allocate(num_slots=NUM_SLOTS, num_layers=1, num_kv_heads=1, head_dim=8)
-    canary, state = kvc.install_canary(pool, kvc.CanaryConfig("log"), capacities=kvc.CanaryLaunchCapacities(701, 5))
+    canary, state = kvc.install_canary(pool, kvc.CanaryConfig("log"), capacities=kvc.CanaryLaunchCapacities(701, write_req_capacity))
+    tokens = ints(TOKENS)
+    parents = tokens if tree else None
+    batch = kvc.ForwardBatch(tokens, tokens, tokens, rows(5), ints(MAX_REQS, MAX_SEQ_LEN), parents=parents)
+    text = cuda_text(canary.wrap(lambda _, pool: (None, pool)), state, batch, pool)
+    assert operations(text) == ["custom_call"] * 4
+    assert occurrences(text, KERNELS) == [1, 1]
+    assert occurrences(text, TARGETS) == [0, 0, 2]
+    assert occurrences(text, EXPECTED) == [0]
+
+
+def test_each_group_has_two_kernels_and_two_calls_and_one_reports():
+    """The links of each group go from its HEAD to its TAIL; the report comes with the last TAIL."""
+    sizes = {"num_slots": NUM_SLOTS, "swa_num_slots": NUM_SLOTS, "num_layers": 2, "swa_layers": (1,), "num_kv_heads": 1, "head_dim": 8}
+    pool = kvc.pools.SWAKVPool.allocate(pool_class=kvc.pools.MHATokenToKVPool, **sizes)
+    capacities = kvc.CanaryLaunchCapacities(701, 5)
+    canary, state = kvc.install_canary(pool, kvc.CanaryConfig("log"), capacities=capacities, swa_window_size=3)
     batch = kvc.ForwardBatch(ints(TOKENS), ints(TOKENS), ints(TOKENS), rows(5), ints(MAX_REQS, MAX_SEQ_LEN))
     text = cuda_text(canary.wrap(lambda _, pool: (None, pool)), state, batch, pool)
-    assert occurrences(text, KERNELS) == [1, 1]
-    assert occurrences(text, TARGETS) == [2, 2]
-    assert occurrences(text, EXPECTED) == [0]
+    assert occurrences(text, KERNELS) == [2, 2]
+    assert occurrences(text, TARGETS) == [0, 0, 4]
+    assert re.findall(r"carried = (\w+)", text) == ["false", "false", "true", "true"]
+    assert re.findall(r"reports = (\w+)", text) == ["false", "false", "false", "true"]
 
 
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
@@ -154,7 +174,7 @@ def test_a_step_that_checks_tokens(append):
 
     text = cuda_text(step, state, batch, pool)
     assert occurrences(text, KERNELS) == [1, 1]
-    assert occurrences(text, TARGETS) == [2, 2]
+    assert occurrences(text, TARGETS) == [0, 0, 2]
     assert occurrences(text, EXPECTED) == [append]
 
 

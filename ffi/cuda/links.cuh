@@ -244,9 +244,12 @@ __device__ inline void link_small(const WriteLaunch& launch, SmallChain& chain) 
   KVC_ROLLED
   for (int64_t row = threadIdx.x; row < rows; row += blockDim.x) {
     const RowRange range = row_range(launch, row);
+    // Rows in disorder may reach past the entries that are staged; their links are not used.
+    const int64_t begin = range.begin > entries.begin ? range.begin : entries.begin;
+    const int64_t end = range.end < entries.end ? range.end : entries.end;
     Link link = {launch.starts[row], -1, 0};
     KVC_ROLLED
-    for (int64_t i = range.begin; i < range.end; ++i) {
+    for (int64_t i = begin; i < end; ++i) {
       const bool keeps = chain.places[i] < 0 || chain.last[chain.places[i]] == i;
       link.row = static_cast<int32_t>(keeps ? row : ~row);
       launch.links[i] = link;

@@ -41,7 +41,8 @@ __device__ unsigned store_lanes(const WriteLaunch& launch, int e, int64_t row, c
     keeps = fits && endpoint.records[entry.slot].real_kv_hash == claim_of(i);
     if (e == 0 && fits && !keeps) launch.links[i].row = ~link.row_of();
   } else if (keeper == Keeper::kCarried) {
-    keeps = fits && launch.links[i].keeps_slot();
+    // A link of another row is none of this launch's, and its mark says nothing.
+    keeps = fits && (launch.links[i].keeps_slot() || launch.links[i].row_of() != row);
   } else {
     const unsigned same_slot = __match_any_sync(kFullMask, fits ? entry.slot : -1);
     keeps = fits && static_cast<int>(threadIdx.x % kWarp) == 31 - __clz(static_cast<int>(same_slot));
