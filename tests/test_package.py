@@ -162,7 +162,7 @@ def make_pool():
     return kvc.pools.MHATokenToKVPool.allocate(num_slots=7, num_layers=1, num_kv_heads=1, head_dim=8)
 
 
-def install(mode="log"):
+def installed(mode="log"):
     return kvc.install_canary(make_pool(), kvc.CanaryConfig(mode), capacities=kvc.CanaryLaunchCapacities(5, 3))
 
 
@@ -179,23 +179,23 @@ def test_a_pool_on_a_gpu_needs_the_cuda_module(monkeypatch, platform):
     monkeypatch.setattr(install, "_devices", lambda tree: {*found(tree), Device(platform)})
     monkeypatch.setattr(install, "CUDA_MISSING", NO_CUDA)
     with pytest.raises(RuntimeError) as caught:
-        install()
+        installed()
     assert (type(caught.value), str(caught.value)) == (RuntimeError, NO_CUDA)
-    assert install("none") == (None, None)
+    assert installed("none") == (None, None)
     monkeypatch.setattr(install, "CUDA_MISSING", None)
     monkeypatch.setattr(install, "_devices", found)
-    assert install()[0].config.mode is kvc.CanaryMode.LOG
+    assert installed()[0].config.mode is kvc.CanaryMode.LOG
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a pool elsewhere needs its platform's module")
 def test_a_pool_on_the_host_needs_no_cuda_module(monkeypatch):
     monkeypatch.setattr(install, "CUDA_MISSING", NO_CUDA)
-    assert install()[0].config.mode is kvc.CanaryMode.LOG
+    assert installed()[0].config.mode is kvc.CanaryMode.LOG
 
 
 def test_the_state_is_where_the_pool_is():
-    _, state = install()
-    assert install._devices(state) == canary._devices(make_pool())
+    _, state = installed()
+    assert install._devices(state) == install._devices(make_pool())
 
 
 @pytest.mark.skipif(_ffi.CUDA_MISSING is None, reason="the CUDA module is installed")
