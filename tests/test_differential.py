@@ -158,20 +158,20 @@ def test_legal_traffic_is_silent(get_backend, backend_name, seed):
 def run_step(engine: Engine, step: Step, canaries: list[CanaryAround]) -> None:
     """One forward with every canary around it; they must agree after each phase."""
     reference_canary, *others = canaries
-    before = reference_canary.found
     for phase in ("head", "tail"):
+        earlier = [log_rows(canary.state) for canary in others]
         for canary in canaries:
             if phase == "head":
                 canary.before_forward(step)
             else:
                 canary.after_forward(step, engine.kv)
-        for canary in others:
-            assert_same_state(canary.state, reference_canary.state, rows_before=before)
+        for canary, rows in zip(others, earlier, strict=True):
+            assert_same_state(canary.state, reference_canary.state)
+            np.testing.assert_array_equal(log_rows(canary.state)[: len(rows)], rows)
             for key, buf in canary.buffers.items():
                 assert_same_buffer(buf, reference_canary.buffers[key])
         if phase == "head":
             engine.forward(step)
-            before = reference_canary.found
     engine.after()
 
 
