@@ -17,7 +17,8 @@ inline constexpr uint32_t kLongWords = 16;  // a row of at least this many words
 inline constexpr int kChunkPairs = 8;       // pairs of words of one row that are fetched at a time
 inline constexpr int kStages = 3;           // chunks in flight or being folded
 
-// A warp's shared memory: chunks of its 32 rows. Pair c of row r lies at place c ^ (r % 8), so that neither the lanes that
+// A warp's shared memory: chunks of its 32 rows. Four warps of a block with all else that they keep stay below the 99 KiB that
+// some architectures allow. Pair c of row r lies at place c ^ (r % 8), so that neither the lanes that
 // store a row nor those that each read their own row meet in a bank.
 struct RowStages {
   WordPair pairs[kStages][kWarp][kChunkPairs];

@@ -15,7 +15,7 @@ namespace kvcanary::cuda {
 namespace {
 
 constexpr int kLinkThreads = 128;
-constexpr int kStoreThreads = 256;
+constexpr int kStoreThreads = 128;
 
 template <bool kTree>
 __global__ void __launch_bounds__(kLinkThreads) link_kernel(const __grid_constant__ WriteLaunch launch, unsigned walkers) {
