@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kLinkThreads) link_kernel(const __grid_constan
 }
 
 template <bool kLong>
-__global__ void __launch_bounds__(kStoreThreads) store_kernel(const __grid_constant__ WriteLaunch launch,
+__global__ void __launch_bounds__(kStoreThreads, kLong ? 4 : 6) store_kernel(const __grid_constant__ WriteLaunch launch,
                                                               const __grid_constant__ ReportLaunch report) {
   extern __shared__ __align__(16) unsigned char shared[];
   store_entries<kLong>(launch, launch.carried ? Keeper::kCarried : Keeper::kClaim, reinterpret_cast<RowStages*>(shared));
