@@ -13,6 +13,7 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
+import jax
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
@@ -188,6 +189,7 @@ def test_the_file_says_what_was_measured_with(tmp_path):
     assert found["rows"][0]["verdict"] == "over"
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="where there is a GPU, device times have limits of their own")
 def test_the_rows_of_plans_and_models(capsys):
     """On a CPU there are no device times, and wall times have no limit but those of whole steps."""
     full, idle = plan_rows.rows(7, 707, 1009)

@@ -26,7 +26,12 @@ cudaError_t launch_write(cudaStream_t stream, const WriteLaunch& launch);
 // One phase of a step: verify, write and, where `report` has somewhere to write it, the step's report.
 cudaError_t launch_phase(cudaStream_t stream, const VerifyLaunch& verify, const WriteLaunch& write, const ReportLaunch& report);
 
+// Dynamic shared memory of a block: in this launch, and the most in any launch of the kernel.
+struct SharedBytes {
+  size_t launch, most;
+};
+
 // As many blocks of a kernel as the current device runs at once, at most `wanted`, at least one.
-cudaError_t resident_blocks(const void* kernel, int threads, size_t shared_bytes, int64_t wanted, unsigned* blocks);
+cudaError_t resident_blocks(const void* kernel, int threads, SharedBytes shared, int64_t wanted, unsigned* blocks);
 
 }  // namespace kvcanary::cuda

@@ -200,13 +200,14 @@ cudaError_t enqueue(cudaStream_t stream, const VerifyLaunch& launch, const Befor
   int sources = 0;
   for (int e = 0; e < launch.endpoints.size; ++e) sources = std::max(sources, launch.endpoints.items[e].num_sources);
   const size_t bytes = batch_bytes(sources);
-  const size_t shared_bytes = kWarps * (kDepth * bytes + (kRows == Rows::kLong ? sizeof(RowStages) : 0));
+  const auto shared_with = [](size_t bytes) { return kWarps * (kDepth * bytes + (kRows == Rows::kLong ? sizeof(RowStages) : 0)); };
+  const SharedBytes shared = {shared_with(bytes), shared_with(batch_bytes(kMaxSources))};
   unsigned blocks = 0;
   const int64_t wanted = (launch.capacity * launch.endpoints.size + kThreads - 1) / kThreads;
-  if (cudaError_t error = resident_blocks(reinterpret_cast<const void*>(kernel), kThreads, shared_bytes, wanted, &blocks); error != cudaSuccess) {
+  if (cudaError_t error = resident_blocks(reinterpret_cast<const void*>(kernel), kThreads, shared, wanted, &blocks); error != cudaSuccess) {
     return error;
   }
-  kernel<<<blocks, kThreads, shared_bytes, stream>>>(launch, before != nullptr ? *before : BeforeWrite{}, bytes);
+  kernel<<<blocks, kThreads, shared.launch, stream>>>(launch, before != nullptr ? *before : BeforeWrite{}, bytes);
   return cudaGetLastError();
 }
 

@@ -66,8 +66,8 @@ cudaError_t enqueue_links(cudaStream_t stream, const WriteLaunch& launch) {
   unsigned walkers = 0, claimers = 0;
   const int64_t chunks = (launch.num_tokens + kLinkThreads - 1) / kLinkThreads;
   const auto* function = reinterpret_cast<const void*>(kernel);
-  if (cudaError_t error = resident_blocks(function, kLinkThreads, 0, launch.row_capacity, &walkers); error != cudaSuccess) return error;
-  if (cudaError_t error = resident_blocks(function, kLinkThreads, 0, chunks, &claimers); error != cudaSuccess) return error;
+  if (cudaError_t error = resident_blocks(function, kLinkThreads, {}, launch.row_capacity, &walkers); error != cudaSuccess) return error;
+  if (cudaError_t error = resident_blocks(function, kLinkThreads, {}, chunks, &claimers); error != cudaSuccess) return error;
   kernel<<<walkers + claimers, kLinkThreads, 0, stream>>>(launch, walkers);
   return cudaGetLastError();
 }
@@ -79,7 +79,7 @@ cudaError_t enqueue_store(cudaStream_t stream, const WriteLaunch& launch, const 
   const int64_t lanes = (launch.num_tokens > launch.row_capacity ? launch.num_tokens : launch.row_capacity) * launch.endpoints.size;
   unsigned blocks = 0;
   const auto* function = reinterpret_cast<const void*>(kernel);
-  if (cudaError_t error = resident_blocks(function, kStoreThreads, shared_bytes, (lanes + kStoreThreads - 1) / kStoreThreads, &blocks);
+  if (cudaError_t error = resident_blocks(function, kStoreThreads, {shared_bytes, shared_bytes}, (lanes + kStoreThreads - 1) / kStoreThreads, &blocks);
       error != cudaSuccess) {
     return error;
   }
