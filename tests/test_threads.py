@@ -115,8 +115,8 @@ def test_programs_at_the_same_time():
 # jax takes the size of the host's pool from NPROC, and from the cores that the process may use where that is not set.
 @pytest.mark.parametrize(
     "environment",
-    [{"NPROC": "1"}, {"NPROC": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}, {"NPROC": "7"}],
-    ids=["one thread", "one thread, none for Eigen", "seven threads"],
+    [{"NPROC": "1"}, {"NPROC": "7"}],
+    ids=["one thread", "seven threads"],
 )
 def test_other_sizes_of_the_pool(environment):
     """A pool of one thread ends too, and one with more threads than cores computes the same."""

@@ -19,7 +19,7 @@ constexpr int kDepth = 2;  // batches of a warp in shared memory: one being chec
 // A batch in shared memory. Behind it lies a pair of words of each lane for each source that is read that way.
 struct Batch {
   PlannedEntry planned[kWarp];
-  WordPair halves[kWarp][2];  // of the records; a quarter of the lanes has them swapped, against bank conflicts
+  WordPair halves[kWarp][2];  // of the records; every other four lanes have them swapped, against bank conflicts
 
   __device__ WordPair& half(int lane, int which) { return halves[lane][which ^ (lane / 4 % 2)]; }
   __device__ Record record(int lane) {
