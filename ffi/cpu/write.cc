@@ -16,45 +16,56 @@ void for_each(Members members, Body body) {
   }
 }
 
-// Checks an entry and stores its record in all `members`. Without kFingerprint the real-KV hashes are left for later.
+// What the members that store one row have in common.
+struct Row {
+  int64_t number;
+  RowRange range;
+  Members members;
+  Members positions;  // those of them that check positions
+};
+
+// Checks an entry and stores its record in all members. Without kFingerprint the real-KV hashes are left for later.
 template <bool kFingerprint>
-void store_entry(const WriteLaunch& launch, Members members, int64_t row, const RowRange& range, int64_t i, const Entry& entry,
-                 const Link& link, uint64_t* stored) {
+[[gnu::always_inline]] inline void store_entry(const WriteLaunch& launch, const Row& row, int64_t i, const Entry& entry, const Link& link,
+                                               uint64_t* stored) {
   if (entry.slot < 0) return;
-  for_each(members, [&](int e) {
+  for_each(row.members, [&](int e) {
     const Endpoint& endpoint = launch.endpoints.items[e];
-    check_entry(launch, e, row, range, i, entry, link);
+    check_entry(launch, e, row.number, row.range, i, entry, link, row.positions >> e & 1);
     if (!endpoint.holds(entry.slot)) return;
     endpoint.records[entry.slot] = {entry.token, entry.position, link.hash, kFingerprint ? endpoint.real_kv_hash_of(entry.slot) : 0};
     ++stored[e];
   });
 }
 
-// Starts loading what the entries behind this one will store.
-void prefetch_ahead(const WriteLaunch& launch, Members members, const RowRange& range, int64_t i) {
-  if (i + kAhead >= range.end) return;
+// Starts loading what the entries behind this one will store. Always inline, and a loop in place, as prefetch is.
+[[gnu::always_inline]] inline void prefetch_ahead(const WriteLaunch& launch, const Row& row, int64_t i) {
+  if (i + kAhead >= row.range.end) return;
   const int64_t ahead = launch.slots[i + kAhead];
-  for_each(members, [&](int e) { prefetch<true>(launch.endpoints.items[e], ahead); });
+  for (int e = 0; row.members >> e != 0; ++e) {
+    if (row.members >> e & 1) prefetch<true>(launch.endpoints.items[e], ahead);
+  }
 }
 
-// Walks the chain or tree of one row for all `members`, which go on from one hash, and counts the records in `stored
+// Walks the chain or tree of one row for all its members, which go on from one hash, and counts the records in `stored
 // [endpoints]`. The links are kept where `keeps_links`.
 template <bool kFingerprint>
-void walk_row(const WriteLaunch& launch, Members members, int64_t row, const RowRange& range, bool keeps_links, uint64_t* stored) {
-  const int first = __builtin_ctz(members);  // the ends of a tree are kept as this one's
-  const Link seed = {launch.seed(first, row).hash, -1, static_cast<int32_t>(row)};
+void walk_row(const WriteLaunch& launch, const Row& row, bool keeps_links, uint64_t* stored) {
+  const int first = __builtin_ctz(row.members);  // the ends of a tree are kept as this one's
+  const Link seed = {launch.seed(first, row.number).hash, -1, static_cast<int32_t>(row.number)};
   Link link = seed;
-  for (int64_t i = range.begin; i < range.end; ++i) {
-    prefetch_ahead(launch, members, range, i);
+  for (int64_t i = row.range.begin; i < row.range.end; ++i) {
+    prefetch_ahead(launch, row, i);
     const Entry entry = read_entry(launch, i);
     if (launch.tree) {
-      const Parent parent = parent_of(launch, range, i);
+      const Parent parent = parent_of(launch, row.range, i);
       link = parent.entry < 0 ? seed : launch.end(first, parent.entry);
     }
-    if (keeps_links) launch.links[i] = link;
-    store_entry<kFingerprint>(launch, members, row, range, i, entry, link, stored);
-    link = link_behind(link, entry, i);
+    const Link before = link;
+    link = link_behind(before, entry, i);
     if (launch.tree) launch.end(first, i) = link;
+    if (keeps_links) launch.links[i] = before;
+    store_entry<kFingerprint>(launch, row, i, entry, before, stored);
   }
 }
 
@@ -77,24 +88,26 @@ void write_rows_in_turn(const WriteLaunch& launch, int64_t rows, bool in_order) 
     if (range.empty()) continue;
     Members open = (Members{1} << endpoints) - 1;
     const auto take = [&](auto shares) {
-      Members members = 0;
+      Row taken = {row, range, 0, 0};
       for_each(open, [&](int e) {
-        if (shares(e)) members |= Members{1} << e;
+        if (!shares(e)) return;
+        taken.members |= Members{1} << e;
+        if (checks_positions(launch, e, row)) taken.positions |= Members{1} << e;
       });
-      open &= ~members;
-      return members;
+      open &= ~taken.members;
+      return taken;
     };
     if (launch.carried && in_order && are_sound(launch, range)) {
-      const Members members = take([&](int e) { return launch.shares_chain(e, row); });
-      for (int64_t i = range.begin; members != 0 && i < range.end; ++i) {
-        prefetch_ahead(launch, members, range, i);
-        store_entry<kFingerprint>(launch, members, row, range, i, read_entry(launch, i), launch.links[i], stored);
+      const Row taken = take([&](int e) { return launch.shares_chain(e, row); });
+      for (int64_t i = range.begin; taken.members != 0 && i < range.end; ++i) {
+        prefetch_ahead(launch, taken, i);
+        store_entry<kFingerprint>(launch, taken, i, read_entry(launch, i), launch.links[i], stored);
       }
     }
     while (open != 0) {
       const int first = __builtin_ctz(open);
-      const Members members = take([&](int e) { return launch.seed(e, row).hash == launch.seed(first, row).hash; });
-      walk_row<kFingerprint>(launch, members, row, range, first == 0 && !launch.carried, stored);
+      const Row taken = take([&](int e) { return launch.seed(e, row).hash == launch.seed(first, row).hash; });
+      walk_row<kFingerprint>(launch, taken, first == 0 && !launch.carried, stored);
     }
   }
   for (int e = 0; e < endpoints; ++e) add(&launch.log.slot_runs[launch.endpoints.items[e].tag], stored[e]);

@@ -48,7 +48,7 @@ __device__ unsigned store_lanes(const WriteLaunch& launch, int e, int64_t row, c
     keeps = fits && static_cast<int>(threadIdx.x % kWarp) == 31 - __clz(static_cast<int>(same_slot));
   }
   const uint64_t real_kv_hash = real_kv_hash_of<kLong>(endpoint, keeps, entry.slot, stages);
-  if (live && entry.slot >= 0) check_entry(launch, e, row, range, i, entry, link);
+  if (live && entry.slot >= 0) check_entry(launch, e, row, range, i, entry, link, checks_positions(launch, e, row));
   if (keeps) store_record(endpoint, entry, link.hash, real_kv_hash);
   return __popc(__ballot_sync(kFullMask, fits));
 }

@@ -167,9 +167,14 @@ KVC_HD void report_parent(const WriteLaunch& launch, const Endpoint& endpoint, i
                       /*reasons=*/kSlotOutOfRange}, row);
 }
 
-// Findings of an entry that is not skipped, by what it follows.
+// Whether the positions of a row are checked: its seed has one that they go on from.
+KVC_HD bool checks_positions(const WriteLaunch& launch, int e, int64_t row) {
+  return *launch.check_positions != 0 && has_seed(launch.endpoints.items[e], launch.seed_slots[row]);
+}
+
+// Findings of an entry that is not skipped, by what it follows; `positions` as checks_positions says.
 KVC_HD void check_entry(const WriteLaunch& launch, int e, int64_t row, const RowRange& range, int64_t i, const Entry& entry,
-                        const Link& link) {
+                        const Link& link, bool positions) {
   const Endpoint& endpoint = launch.endpoints.items[e];
   const uint64_t running = link.hash;
   const bool sound = !launch.tree || parent_of(launch, range, i).sound;
@@ -200,7 +205,7 @@ KVC_HD void check_entry(const WriteLaunch& launch, int e, int64_t row, const Row
                           /*reasons=*/reasons}, row);
     }
   }
-  if (!sound || *launch.check_positions == 0 || !has_seed(endpoint, launch.seed_slots[row])) return;
+  if (!sound || !positions) return;
   // Unsigned, so that the successor of the largest position wraps instead of being undefined.
   const uint64_t next = static_cast<uint64_t>(position_before(launch, e, row, link)) + 1;
   if (static_cast<uint64_t>(entry.position) != next) {
