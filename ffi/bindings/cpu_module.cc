@@ -21,40 +21,25 @@ cpu::Workers workers_of(ffi::ThreadPool& pool) {
   return {pool.num_threads(), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }};
 }
 
+// A launcher as the handlers call it, on the program's pool.
+template <auto launcher>
+auto on(ffi::ThreadPool& pool) {
+  return [&pool](const auto&... launches) {
+    launcher(workers_of(pool), launches...);
+    return ffi::Error::Success();
+  };
+}
+
 XLA_FFI_DEFINE_HANDLER(
-    kVerify,
-    [](ffi::ThreadPool pool, auto... operands) {
-      return handle_verify(
-          [&pool](const VerifyLaunch& launch) {
-            cpu::launch_verify(workers_of(pool), launch);
-            return ffi::Error::Success();
-          },
-          operands...);
-    },
+    kVerify, [](ffi::ThreadPool pool, auto... operands) { return handle_verify(on<cpu::launch_verify>(pool), operands...); },
     bind_verify(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 XLA_FFI_DEFINE_HANDLER(
-    kWrite,
-    [](ffi::ThreadPool pool, auto... operands) {
-      return handle_write(
-          [&pool](const WriteLaunch& launch) {
-            cpu::launch_write(workers_of(pool), launch);
-            return ffi::Error::Success();
-          },
-          operands...);
-    },
+    kWrite, [](ffi::ThreadPool pool, auto... operands) { return handle_write(on<cpu::launch_write>(pool), operands...); },
     bind_write(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 XLA_FFI_DEFINE_HANDLER(
-    kPhase,
-    [](ffi::ThreadPool pool, auto... operands) {
-      return handle_phase(
-          [&pool](const VerifyLaunch& verify, const WriteLaunch& write, const ReportLaunch& report) {
-            cpu::launch_phase(workers_of(pool), verify, write, report);
-            return ffi::Error::Success();
-          },
-          operands...);
-    },
+    kPhase, [](ffi::ThreadPool pool, auto... operands) { return handle_phase(on<cpu::launch_phase>(pool), operands...); },
     bind_phase(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 XLA_FFI_DEFINE_HANDLER(

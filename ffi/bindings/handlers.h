@@ -144,28 +144,22 @@ ffi::Error handle_phase(Launcher launcher, Int32s slots, Int32s expected_tokens,
   return launcher(verify, write, report);
 }
 
-// Operands, results and attributes, behind a binding that holds the platform's context.
+// Operands, results and attributes, behind a binding that holds the platform's context; first what operations share.
+// By reference, since the FFI lets only its own members move a binding.
 template <typename Binding>
-auto bind_verify(Binding binding) {
+auto bind_verify_plan(Binding&& binding) {
   return std::move(binding)
-      .template Arg<Int32s>()  // slots
-      .template Arg<Int32s>()  // expected_tokens
-      .template Arg<Int32s>()  // expected_positions
-      .template Arg<Int32s>()  // prev_slots
-      .template Arg<Int32s>()  // num_valid
-      .template Arg<Int32s>()  // enable
-      .template Arg<Int32s>()  // row_offsets
-      .template Arg<Int32s>()  // requests
-      .RemainingArgs()         // log, canary buffers, sources
-      .RemainingRets()         // log
-      .template Attr<Sizes>("tags")
-      .template Attr<Sizes>("source_counts")
-      .template Attr<Sizes>("source_geometry")
-      .template Attr<bool>("check_expected_token");
+      .template Arg<Int32s>()   // slots
+      .template Arg<Int32s>()   // expected_tokens
+      .template Arg<Int32s>()   // expected_positions
+      .template Arg<Int32s>()   // prev_slots
+      .template Arg<Int32s>()   // num_valid
+      .template Arg<Int32s>()   // enable
+      .template Arg<Int32s>();  // row_offsets
 }
 
 template <typename Binding>
-auto bind_write(Binding binding) {
+auto bind_write_entries(Binding&& binding) {
   return std::move(binding)
       .template Arg<Int32s>()          // offsets
       .template Arg<Int32s>()          // seed_slots
@@ -176,49 +170,43 @@ auto bind_write(Binding binding) {
       .template Arg<ffi::AnyBuffer>()  // expected_tokens
       .template Arg<ffi::AnyBuffer>()  // expected_positions
       .template Arg<ffi::AnyBuffer>()  // parents
-      .template Arg<Int32s>()          // check_positions
-      .template Arg<Int32s>()          // requests
-      .template Ret<Words>()           // scratch
-      .RemainingArgs()                 // log, canary buffers, sources
-      .RemainingRets()                 // log, canary buffers
+      .template Arg<Int32s>();         // check_positions
+}
+
+template <typename Binding>
+auto bind_endpoints(Binding&& binding) {
+  return std::move(binding)
+      .RemainingArgs()  // log, canary buffers, sources
+      .RemainingRets()  // log, report (where reports), canary buffers (where written)
       .template Attr<Sizes>("tags")
       .template Attr<Sizes>("source_counts")
-      .template Attr<Sizes>("source_geometry")
+      .template Attr<Sizes>("source_geometry");
+}
+
+template <typename Binding>
+auto bind_verify(Binding&& binding) {
+  return bind_endpoints(bind_verify_plan(std::move(binding)).template Arg<Int32s>())  // requests
+      .template Attr<bool>("check_expected_token");
+}
+
+template <typename Binding>
+auto bind_write(Binding&& binding) {
+  return bind_endpoints(bind_write_entries(std::move(binding))
+                            .template Arg<Int32s>()   // requests
+                            .template Ret<Words>())  // scratch
       .template Attr<bool>("check_input")
       .template Attr<bool>("tree");
 }
 
 template <typename Binding>
-auto bind_phase(Binding binding) {
-  return std::move(binding)
-      .template Arg<Int32s>()          // slots
-      .template Arg<Int32s>()          // expected_tokens
-      .template Arg<Int32s>()          // expected_positions
-      .template Arg<Int32s>()          // prev_slots
-      .template Arg<Int32s>()          // num_valid
-      .template Arg<Int32s>()          // enable
-      .template Arg<Int32s>()          // row_offsets
-      .template Arg<Int32s>()          // offsets
-      .template Arg<Int32s>()          // seed_slots
-      .template Arg<Int32s>()          // num_rows
-      .template Arg<ffi::AnyBuffer>()  // tokens
-      .template Arg<ffi::AnyBuffer>()  // positions
-      .template Arg<ffi::AnyBuffer>()  // out_slots
-      .template Arg<ffi::AnyBuffer>()  // expected_inputs
-      .template Arg<ffi::AnyBuffer>()  // expected_input_positions
-      .template Arg<ffi::AnyBuffer>()  // parents
-      .template Arg<Int32s>()          // check_positions
-      .template Arg<ffi::AnyBuffer>()  // carried_links
-      .template Arg<Int32s>()          // num_invalid_rows
-      .template Arg<Int32s>()          // reset_count
-      .template Arg<Int32s>()          // requests
-      .template Ret<Words>()           // scratch
-      .template Ret<Words>()           // links
-      .RemainingArgs()                 // log, canary buffers, sources
-      .RemainingRets()                 // log, report (where reports), canary buffers
-      .template Attr<Sizes>("tags")
-      .template Attr<Sizes>("source_counts")
-      .template Attr<Sizes>("source_geometry")
+auto bind_phase(Binding&& binding) {
+  return bind_endpoints(bind_write_entries(bind_verify_plan(std::move(binding)))
+                            .template Arg<ffi::AnyBuffer>()  // carried_links
+                            .template Arg<Int32s>()          // num_invalid_rows
+                            .template Arg<Int32s>()          // reset_count
+                            .template Arg<Int32s>()          // requests
+                            .template Ret<Words>()           // scratch
+                            .template Ret<Words>())          // links
       .template Attr<bool>("check_expected_token")
       .template Attr<bool>("check_input")
       .template Attr<bool>("tree")

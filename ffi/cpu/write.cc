@@ -72,7 +72,7 @@ void walk_row(const WriteLaunch& launch, const Row& row, bool keeps_links, uint6
 // Whether the links of a row, as another launch left them, name what they can.
 bool are_sound(const WriteLaunch& launch, const RowRange& range) {
   for (int64_t i = range.begin; i < range.end; ++i) {
-    if (launch.links[i].previous < -1 || launch.links[i].previous >= i) return false;
+    if (!launch.links[i].follows_earlier(i)) return false;
   }
   return true;
 }

@@ -80,7 +80,7 @@ __device__ void walk_tile(LinkTiles& tiles, int tile, int size, int64_t base, ui
       if (!tiles.advances[tile][i]) continue;
       previous = static_cast<int32_t>(base + i);
     }
-    hash = mix3(hash, operand.x, operand.y);
+    hash = advance(hash, static_cast<int64_t>(operand.x), static_cast<int64_t>(operand.y));
   }
   if constexpr (!kSkips) previous = static_cast<int32_t>(base + size - 1);
 }
@@ -254,7 +254,7 @@ __device__ inline void link_small(const WriteLaunch& launch, SmallChain& chain) 
       link.row = static_cast<int32_t>(keeps ? row : ~row);
       launch.links[i] = link;
       if (!chain.advances[i]) continue;
-      link.hash = mix3(link.hash, chain.operands[i].x, chain.operands[i].y);
+      link.hash = advance(link.hash, static_cast<int64_t>(chain.operands[i].x), static_cast<int64_t>(chain.operands[i].y));
       link.previous = static_cast<int32_t>(i);
     }
   }

@@ -113,7 +113,7 @@ __device__ void store_in_turn(const WriteLaunch& launch, int e, RowStages* stage
 // A link as another launch left it; what it names must lie where this launch's entries do.
 __device__ inline bool is_sound(const WriteLaunch& launch, const Link& link, int64_t i) {
   const int64_t row = link.row_of();
-  if (row >= write_rows(launch) || link.previous < -1 || link.previous >= i) return false;
+  if (row >= write_rows(launch) || !link.follows_earlier(i)) return false;
   const RowRange range = row_range(launch, row);
   return range.begin <= i && i < range.end;
 }

@@ -34,6 +34,9 @@ struct alignas(16) Link {
 
   KVC_HD int32_t row_of() const { return row < 0 ? ~row : row; }
   KVC_HD bool keeps_slot() const { return row >= 0; }
+
+  // Whether it can be the link of entry i, wherever it comes from.
+  KVC_HD bool follows_earlier(int64_t i) const { return previous >= -1 && previous < i; }
 };
 
 struct WriteLaunch {
