@@ -33,14 +33,6 @@ __host__ __device__ constexpr size_t batch_bytes(int sources) { return sizeof(Ba
 
 KVC_HD bool is_pair(const Source& source) { return source.paired && source.num_words == 2; }
 
-// What the sources of a launch ask of its kernel. Most launches have none, or one short one an endpoint.
-enum class Rows {
-  kNone,
-  kOnePair,  // at most one an endpoint, a pair of words
-  kShort,
-  kLong,  // some are read by whole warps
-};
-
 __device__ bool is_readable(const Endpoint& endpoint, const PlannedEntry& planned) {
   return planned.slot != 0 && planned.in_range(endpoint);  // slot 0 is padding
 }
@@ -51,7 +43,6 @@ __device__ PlannedEntry plan_of(const VerifyLaunch& launch, int64_t entry, int64
 }
 
 // Starts the copies of a batch. Two lanes copy a record, so that a sector is asked for once.
-template <Rows kRows>
 __device__ void fetch(const Endpoint& endpoint, const PlannedEntry& planned, Batch& batch) {
   const int lane = threadIdx.x % kWarp, half = lane % 2;
   const bool readable = is_readable(endpoint, planned);
@@ -64,34 +55,26 @@ __device__ void fetch(const Endpoint& endpoint, const PlannedEntry& planned, Bat
       __pipeline_memcpy_async(&batch.half(owner, half), reinterpret_cast<const WordPair*>(&endpoint.records[slot]) + half, sizeof(WordPair));
     }
   }
-  if constexpr (kRows == Rows::kNone) return;
-  const auto copy_pair = [&](int number) {
+  for (int number = 0; number < endpoint.num_sources; ++number) {
     const Source& source = endpoint.sources[number];
     if (readable && is_pair(source)) {
-      __pipeline_memcpy_async(&batch.pair(number, lane), source.slot_bytes(static_cast<uint32_t>(planned.slot)), sizeof(WordPair));
+      copy_kv_async(&batch.pair(number, lane), reinterpret_cast<const WordPair*>(source.slot_bytes(static_cast<uint32_t>(planned.slot))));
     }
-  };
-  if constexpr (kRows == Rows::kOnePair) {
-    if (endpoint.num_sources != 0) copy_pair(0);
-  } else {
-    for (int number = 0; number < endpoint.num_sources; ++number) copy_pair(number);
   }
 }
 
 // The real-KV hash of a lane's slot in a batch that has come, by all lanes at once.
-template <Rows kRows>
+template <bool kLong>
 __device__ uint64_t real_kv_hash_in(const Endpoint& endpoint, bool readable, int32_t slot, Batch& batch, RowStages* stages) {
   const int lane = threadIdx.x % kWarp;
   const auto hash_pair = [&](int number) {
     const WordPair pair = batch.pair(number, lane);
     return fold(fold(0, pair.low), pair.high);
   };
-  if constexpr (kRows == Rows::kNone) return 0;
-  if constexpr (kRows == Rows::kOnePair) return endpoint.num_sources != 0 ? fold(0, hash_pair(0)) : 0;
   uint64_t hash = 0;
   for (int number = 0; number < endpoint.num_sources; ++number) {
     const Source& source = endpoint.sources[number];
-    hash = fold(hash, is_pair(source) ? hash_pair(number) : hash_rows<kRows == Rows::kLong>(source, readable, slot, stages));
+    hash = fold(hash, is_pair(source) ? hash_pair(number) : hash_rows<kLong>(source, readable, slot, stages));
   }
   return hash;
 }
@@ -103,7 +86,7 @@ struct Neighbour {
 };
 
 // Checks a batch that has come, by all lanes at once.
-template <Rows kRows>
+template <bool kLong>
 __device__ void check(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t entry, Batch& batch, RowStages* stages,
                       Neighbour* carried) {
   const int lane = threadIdx.x % kWarp, lane_before = (lane + kWarp - 1) % kWarp;
@@ -119,7 +102,7 @@ __device__ void check(const VerifyLaunch& launch, const Endpoint& endpoint, int6
   const uint64_t last_hash = __shfl_sync(kFullMask, record_hash(stored), lane_before);
   const uint64_t hash_before = lane == 0 ? carried->hash : last_hash;
   *carried = {last_slot, last_hash};
-  const uint64_t real_kv_hash = real_kv_hash_in<kRows>(endpoint, readable, planned.slot, batch, stages);
+  const uint64_t real_kv_hash = real_kv_hash_in<kLong>(endpoint, readable, planned.slot, batch, stages);
 
   if (readable) {
     const uint64_t expected = expected_chain_hash(planned.prev_slot, stored, [&](int64_t) {
@@ -132,7 +115,7 @@ __device__ void check(const VerifyLaunch& launch, const Endpoint& endpoint, int6
 }
 
 // Checks the entries [begin, end) by one warp.
-template <Rows kRows>
+template <bool kLong>
 __device__ void check_entries(const VerifyLaunch& launch, const Endpoint& endpoint, int64_t begin, int64_t end, unsigned char* batches,
                               size_t bytes, RowStages* stages) {
   const auto batch_at = [&](int64_t number) -> Batch& { return *reinterpret_cast<Batch*>(batches + number % kDepth * bytes); };
@@ -140,7 +123,7 @@ __device__ void check_entries(const VerifyLaunch& launch, const Endpoint& endpoi
   PlannedEntry planned = plan_of(launch, first, end), planned_next = plan_of(launch, first + kWarp, end);
   int64_t fetched = 0;
   const auto fetch_next = [&] {
-    if (fetched < count) fetch<kRows>(endpoint, planned, batch_at(fetched));
+    if (fetched < count) fetch(endpoint, planned, batch_at(fetched));
     __pipeline_commit();
     ++fetched;
     planned = planned_next;
@@ -152,7 +135,7 @@ __device__ void check_entries(const VerifyLaunch& launch, const Endpoint& endpoi
     fetch_next();
     __pipeline_wait_prior(kDepth - 1);
     __syncwarp();
-    check<kRows>(launch, endpoint, first + number * kWarp, batch_at(number), stages, &carried);
+    check<kLong>(launch, endpoint, first + number * kWarp, batch_at(number), stages, &carried);
     __syncwarp();  // before the batch's place is fetched into again
   }
 }
@@ -172,13 +155,13 @@ __device__ void prepare_write(const EndpointList& endpoints, const BeforeWrite& 
   }
 }
 
-template <Rows kRows, bool kBeforeWrite>
+template <bool kLong, bool kBeforeWrite>
 __global__ void __launch_bounds__(kThreads) verify_kernel(const __grid_constant__ VerifyLaunch launch,
                                                           const __grid_constant__ BeforeWrite before, size_t bytes) {
   extern __shared__ __align__(16) unsigned char shared[];
   const int warp = threadIdx.x / kWarp;
   unsigned char* batches = shared + warp * kDepth * bytes;
-  RowStages* stages = kRows == Rows::kLong ? reinterpret_cast<RowStages*>(shared + kWarps * kDepth * bytes) + warp : nullptr;
+  RowStages* stages = kLong ? reinterpret_cast<RowStages*>(shared + kWarps * kDepth * bytes) + warp : nullptr;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, threads = static_cast<int64_t>(gridDim.x) * kThreads;
   if (thread < launch.endpoints.size) begin_verify(launch, launch.endpoints.items[thread]);
   if constexpr (kBeforeWrite) prepare_write(launch.endpoints, before, thread, threads);
@@ -191,16 +174,16 @@ __global__ void __launch_bounds__(kThreads) verify_kernel(const __grid_constant_
   const auto entries = static_cast<unsigned>(verify_entries(launch));  // the plan's count is an int32
   const unsigned piece = ((entries + kWarp - 1) / kWarp + in_turn - 1) / in_turn * kWarp;
   const int64_t begin = static_cast<int64_t>(mine) * piece, end = begin + piece < entries ? begin + piece : entries;
-  check_entries<kRows>(launch, launch.endpoints.items[number - mine * endpoints], begin, end, batches, bytes, stages);
+  check_entries<kLong>(launch, launch.endpoints.items[number - mine * endpoints], begin, end, batches, bytes, stages);
 }
 
-template <Rows kRows>
+template <bool kLong>
 cudaError_t enqueue(cudaStream_t stream, const VerifyLaunch& launch, const BeforeWrite* before) {
-  const auto kernel = before != nullptr ? verify_kernel<kRows, true> : verify_kernel<kRows, false>;
+  const auto kernel = before != nullptr ? verify_kernel<kLong, true> : verify_kernel<kLong, false>;
   int sources = 0;
   for (int e = 0; e < launch.endpoints.size; ++e) sources = std::max(sources, launch.endpoints.items[e].num_sources);
   const size_t bytes = batch_bytes(sources);
-  const auto shared_with = [](size_t bytes) { return kWarps * (kDepth * bytes + (kRows == Rows::kLong ? sizeof(RowStages) : 0)); };
+  const auto shared_with = [](size_t bytes) { return kWarps * (kDepth * bytes + (kLong ? sizeof(RowStages) : 0)); };
   const SharedBytes shared = {shared_with(bytes), shared_with(batch_bytes(kMaxSources))};
   unsigned blocks = 0;
   const int64_t wanted = (launch.capacity * launch.endpoints.size + kThreads - 1) / kThreads;
@@ -211,29 +194,11 @@ cudaError_t enqueue(cudaStream_t stream, const VerifyLaunch& launch, const Befor
   return cudaGetLastError();
 }
 
-Rows rows_of(const EndpointList& endpoints) {
-  Rows rows = Rows::kNone;
-  for (int e = 0; e < endpoints.size; ++e) {
-    const Endpoint& endpoint = endpoints.items[e];
-    if (endpoint.num_sources == 1 && is_pair(endpoint.sources[0])) {
-      rows = std::max(rows, Rows::kOnePair);
-    } else if (endpoint.num_sources != 0) {
-      rows = std::max(rows, Rows::kShort);
-    }
-  }
-  return has_long_rows(endpoints) ? Rows::kLong : rows;
-}
-
 }  // namespace
 
 cudaError_t launch_verify(cudaStream_t stream, const VerifyLaunch& launch, const BeforeWrite* before) {
   if (launch.endpoints.size == 0) return cudaSuccess;
-  switch (rows_of(launch.endpoints)) {
-    case Rows::kNone: return enqueue<Rows::kNone>(stream, launch, before);
-    case Rows::kOnePair: return enqueue<Rows::kOnePair>(stream, launch, before);
-    case Rows::kShort: return enqueue<Rows::kShort>(stream, launch, before);
-    default: return enqueue<Rows::kLong>(stream, launch, before);
-  }
+  return has_long_rows(launch.endpoints) ? enqueue<true>(stream, launch, before) : enqueue<false>(stream, launch, before);
 }
 
 }  // namespace kvcanary::cuda

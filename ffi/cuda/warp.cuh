@@ -24,6 +24,17 @@ struct RowStages {
   WordPair pairs[kStages][kWarp][kChunkPairs];
 };
 
+// Starts the copy of a pair of real KV to shared memory. Nobody asks for it again soon, so caches should give its place up first
+// and keep records: the two that share a line of memory are asked for at different times of one launch.
+__device__ inline void copy_kv_async(WordPair* target, const WordPair* source) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], %2, %3;"
+               :
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(target))), "l"(source), "n"(sizeof(WordPair)), "l"(policy)
+               : "memory");
+}
+
 KVC_HD bool is_long(const Source& source) { return source.paired && source.num_words >= kLongWords; }
 
 inline bool has_long_rows(const EndpointList& endpoints) {
@@ -55,7 +66,7 @@ __device__ inline uint64_t hash_long_rows(const Source& source, bool wanted, uin
       for (int turn = 0; turn < kTurns; ++turn) {
         const int row = turn * kRowsAtOnce + first_row;
         WordPair* place = &stages.pairs[chunk % kStages][row][column ^ (row % kChunkPairs)];
-        if (rows[turn] != nullptr) __pipeline_memcpy_async(place, rows[turn] + pair, sizeof(WordPair));
+        if (rows[turn] != nullptr) copy_kv_async(place, rows[turn] + pair);
       }
     }
     __pipeline_commit();
