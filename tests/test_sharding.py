@@ -21,7 +21,7 @@ from helpers.backends import host
 from helpers.states import assert_same_buffer, assert_same_state
 
 NUM_SLOTS, TOKENS = 23, 7
-CONFIG = kvc.CanaryConfig("log", ring_capacity=53, real_kv_hash_mode=kvc.RealKvHashMode.ALL)
+CONFIG = kvc.CanaryConfig("log", ring_capacity=211, real_kv_hash_mode=kvc.RealKvHashMode.ALL)
 OWN, SHARED = P("x"), P()
 
 #: Arguments of a step, in order.

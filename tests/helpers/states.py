@@ -78,6 +78,7 @@ def assert_same_state(got: CanaryDeviceState, want: CanaryDeviceState, *, rows_b
     np.testing.assert_array_equal(got_rows[:rows_before], want_rows[:rows_before])
     gained = multiset(got_rows[rows_before:])
     if all_rows is None:
+        assert want.violation_log.count() <= len(want.violation_log.rows()), "the ring is too small: which rows it keeps is open"
         assert gained == multiset(want_rows[rows_before:])
     else:
         assert not gained - multiset(all_rows)
