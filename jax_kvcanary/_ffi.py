@@ -12,6 +12,7 @@ import jax
 VERIFY_TARGET = "kvcanary_verify"
 WRITE_TARGET = "kvcanary_write"
 PHASE_TARGET = "kvcanary_phase"
+REPORT_PHASE_TARGET = "kvcanary_report_phase"
 
 
 #: Names of the targets that can run on each of XLA's platforms.

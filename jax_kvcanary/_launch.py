@@ -69,7 +69,7 @@ class Results:
         state: with the log and the counters as the launch left them.
         rows: with their flags; None where findings were not attributed.
         own: the results that only this operation has.
-        report: a copy of the ring, one of the request rows, and the summary; empty where no report was asked for.
+        report: copies of the ring, of the request rows and of the flags, and the summary; empty where no report was asked for.
         buffers: the canary buffers, where they are written.
     """
 
@@ -122,7 +122,13 @@ def call(
     capacity = state.violation_log.violation_ring.shape[0]
     report: list[tuple[tuple[int, ...], Any]] = []
     if summary_words:
-        report = [((capacity, VIOLATION_FIELDS, 2), np.uint32), ((capacity,), np.int32), ((summary_words,), np.uint32)]
+        flags_shape = tuple(marked.flags.shape)
+        report = [
+            ((capacity, VIOLATION_FIELDS, 2), np.uint32),
+            ((capacity,), np.int32),
+            (flags_shape, np.int32),
+            ((summary_words,), np.uint32),
+        ]
     written = buffers if writes else []
     groups: list[list[tuple[tuple[int, ...], Any]]] = [
         [((words,), np.uint32) for words in own_words],

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_kvcanary._checks import check_shape, check_type
+from jax_kvcanary._checks import check_flag, check_shape, check_type
 from jax_kvcanary.buffers import CanaryState
 from jax_kvcanary.canary import Canary
 from jax_kvcanary.config import CanaryMode
@@ -31,7 +31,7 @@ class _Observed(NamedTuple):
 
 
 class CanaryMonitor:
-    """Reads reports one step late, so that the device never waits for the host.
+    """Reads reports one step late, so that the device never waits for the host; with ``wait``, in their own step.
 
     ``observe`` starts the copy of the report it is given and handles the one before it; ``flush`` handles the last one. In mode
     LOG every row is logged once at WARNING; in mode RAISE a step with new rows raises :class:`CanaryViolationError`.
@@ -46,11 +46,16 @@ class CanaryMonitor:
     Args:
         canary: the canary.
         metrics: counters for Prometheus, which every report adds to.
+        wait: handle each report in the call of ``observe`` that brings it, and wait for the device there. For loops that wait for each
+            step anyway, to read its tokens: a finding is raised in its own step, and no report takes memory while the next step is
+            launched. Where memory lies as it did in the step before, XLA need not record its command buffers again.
     """
 
-    def __init__(self, canary: Canary, metrics: CanaryMetrics | None = None) -> None:
+    def __init__(self, canary: Canary, metrics: CanaryMetrics | None = None, *, wait: bool = False) -> None:
         check_type(canary, "canary", Canary, ", as install_canary returns it")
+        check_flag(wait, "wait")
         self._canary = canary
+        self._wait = wait
         self._pending: _Observed | None = None
         self._divergences: list[SwaDivergence] = []
         self._rows_seen = 0  # of the ring, since the log was reset last
@@ -65,7 +70,7 @@ class CanaryMonitor:
         return tuple(self._violations)
 
     def observe(self, report: CanaryReport, state: CanaryState | None) -> None:
-        """Start copying this report to the host and handle the previous one.
+        """Start copying this report to the host and handle the previous one; with ``wait``, handle this one.
 
         Args:
             report: what ``post_forward`` or ``sweep`` returned.
@@ -73,10 +78,10 @@ class CanaryMonitor:
                 already. None where it is not at hand; then no launches are added to those that should run.
 
         Raises:
-            CanaryViolationError: in mode RAISE, when the previous report has rows that were not seen before. The monitor has
-                taken this report by then and the state is sound, so that the caller may go on. A health error of the same report is
-                its ``__cause__``.
-            CanaryHealthError: in mode RAISE, when the previous report shows that launches stopped; the caller may go on as well.
+            CanaryViolationError: in mode RAISE, when the report that is handled has rows that were not seen before. The monitor has
+                taken the report of this call by then and the state is sound, so that the caller may go on. A health error of the same
+                report is its ``__cause__``.
+            CanaryHealthError: in mode RAISE, when the report that is handled shows that launches stopped; the caller may go on as well.
         """
         check_type(report, "report", CanaryReport)
         tags: frozenset[CanaryLaunchTag] = frozenset()
@@ -85,6 +90,8 @@ class CanaryMonitor:
             tags = launch_tags(state.groups, sweeps=self._canary.config.sweep_interval > 0)
         report.copy_to_host_async()
         self._advance(_Observed(report, tags))
+        if self._wait:
+            self._advance(None)
 
     def flush(self, state: CanaryState | None = None) -> None:
         """Wait for the last report and handle it; does nothing when there is none.

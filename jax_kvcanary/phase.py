@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_kvcanary import _launch
 from jax_kvcanary._checks import ArrayLike, check_array, check_dtype, check_enum, check_flag, check_shape
-from jax_kvcanary._ffi import PHASE_TARGET
+from jax_kvcanary._ffi import PHASE_TARGET, REPORT_PHASE_TARGET
 from jax_kvcanary._launch import BatchRows, Endpoint
 from jax_kvcanary.batch import ForwardBatch
 from jax_kvcanary.constants import RealKvHashMode
@@ -87,7 +87,7 @@ def phase_launch(
         check_shape(links, "step.links", (write.link_words,), f"a batch of {write.tokens} tokens and a plan of {write.rows} rows")
     resets = state.violation_log.reset_count
     out = _launch.call(
-        PHASE_TARGET,
+        REPORT_PHASE_TARGET if reports else PHASE_TARGET,
         [
             *verify_operands(plan.verify, rows),
             *write.arrays,
@@ -111,11 +111,12 @@ def phase_launch(
     )
     report = None
     if reports:
-        ring, request_rows, summary = out.report
+        # The flags in place go on from phase to phase; those of the report lie where nothing but the report is written.
+        ring, request_rows, row_flags, summary = out.report
         report = CanaryReport(
             violation_ring=ring,
             violation_request_rows=None if state.violation_log.violation_request_rows is None else request_rows,
-            row_flags=jnp.zeros((0,), jnp.int32) if out.rows is None else out.rows.flags,
+            row_flags=jnp.zeros((0,), jnp.int32) if out.rows is None else row_flags,
             summary=summary,
         )
     return PhaseResults(out.buffers, out.state, out.rows, out.own[1] if links is None else links, report)

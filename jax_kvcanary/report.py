@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +27,11 @@ _PARTS: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("verify_skip_counters", (NUM_LAUNCH_TAGS,), "<u4"),
 )
 
+# Where each of them begins, and the last one ends.
+_ENDS = (0, *itertools.accumulate(math.prod(shape) for _, shape, _ in _PARTS))
+
 #: uint32 words of a summary; the handlers' ``kSummaryWords``.
-SUMMARY_WORDS = sum(math.prod(shape) for _, shape, _ in _PARTS)
+SUMMARY_WORDS = _ENDS[-1]
 
 
 @partial(
@@ -79,11 +83,8 @@ class CanaryReport:
 
     def on_host(self) -> dict[str, np.ndarray]:
         """The parts of the summary by name: those of :class:`CanaryDeviceState`, and ``num_invalid_rows`` and ``reset_count`` int32 [1]."""
-        words, parts = np.asarray(self.summary), {}
-        for name, shape, dtype in _PARTS:
-            part, words = np.split(words, [math.prod(shape)])
-            parts[name] = part.view(dtype).reshape(shape)
-        return parts
+        words, places = np.asarray(self.summary), zip(_PARTS, itertools.pairwise(_ENDS), strict=True)
+        return {name: words[start:end].view(dtype).reshape(shape) for (name, shape, dtype), (start, end) in places}
 
     @property
     def violation_write_index(self) -> np.ndarray:

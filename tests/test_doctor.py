@@ -22,7 +22,7 @@ from jax_kvcanary.cli import doctor, trial
 
 (DEFAULT,) = jnp.zeros(()).devices()
 HERE = f"{DEFAULT.platform}:{DEFAULT.id}"
-TARGETS = ["kvcanary_verify", "kvcanary_write", "kvcanary_phase"]
+TARGETS = ["kvcanary_verify", "kvcanary_write", "kvcanary_phase", "kvcanary_report_phase"]
 
 
 @pytest.fixture

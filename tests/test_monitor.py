@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import pickle
 import re
@@ -13,11 +12,10 @@ import numpy as np
 import pytest
 
 import jax_kvcanary as kvc
-from helpers.reports import RING_CAPACITY, Watched, make_report, row
+from helpers.reports import CAPACITIES, RING_CAPACITY, handle, make_monitor, make_report, row, steps_of
 from jax_kvcanary import CanaryLaunchTag as Tag
 from jax_kvcanary import FailReason as Reason
 
-CAPACITIES = kvc.CanaryLaunchCapacities(53, 2)
 EXAMPLE = (
     "kv_canary violation: launch_tag=TAIL_K_FULL fail_reason=verify_chain_hash+verify_position slot_idx=7 position=3 stored_token=11 "
     "expected_token=-1 stored_chain_hash=0x0123456789abcdef expected_aux=0xfedcba9876543210"
@@ -38,17 +36,6 @@ REASON_NAMES = [
     "verify_token",
     "slot_out_of_range",
 ]
-
-
-def make_monitor(mode="log"):
-    return kvc.CanaryMonitor(kvc.Canary(kvc.CanaryConfig(mode, ring_capacity=RING_CAPACITY), CAPACITIES))
-
-
-def handle(monitor, *reports):
-    """Have reports handled, the last one too."""
-    for report in reports:
-        monitor.observe(report, None)
-    monitor.flush()
 
 
 @pytest.fixture
@@ -184,60 +171,7 @@ def test_raise_mode_raises_and_goes_on(log):
 # When reports are read.
 
 
-def watched_reports(events, *keywords):
-    """Reports of the steps 1, 2 and so on whose arrays note events under the number of their step."""
-    return [make_report(step, array=partial(Watched, events, step), **each) for step, each in enumerate(keywords, start=1)]
-
-
-def test_observe_reads_one_step_late():
-    events = []
-    monitor = make_monitor()
-    first, second, third = watched_reports(events, {}, {}, {})
-    monitor.observe(first, None)
-    assert set(events) == {("copy", 1)}
-    for report, number in ((second, 2), (third, 3)):
-        events.clear()
-        monitor.observe(report, None)
-        copies, reads = ([label for kind, label in events if kind == wanted] for wanted in ("copy", "read"))
-        assert set(copies) == {number}
-        assert set(reads) == {number - 1}
-        assert events.index(("read", number - 1)) > max(i for i, event in enumerate(events) if event == ("copy", number))
-    events.clear()
-    monitor.flush()
-    assert set(events) == {("read", 3)}
-
-
-def test_the_ring_is_read_only_when_there_is_news():
-    monitor = make_monitor()
-    ring_events, reports = [], []
-    for step, rows in enumerate(([], [row(3)], [row(3)]), start=1):
-        report = make_report(step, rows)
-        reports.append(dataclasses.replace(report, violation_ring=Watched(ring_events, step, np.asarray(report.violation_ring))))
-    handle(monitor, *reports)
-    assert ring_events == [("read", 2)]
-
-
-def test_flush_drains():
-    monitor = make_monitor()
-    monitor.flush()
-    monitor.observe(make_report(1, [row(3)]), None)
-    assert monitor.violations == ()
-    monitor.flush()
-    assert len(monitor.violations) == 1
-    monitor.flush()
-    assert len(monitor.violations) == 1
-    raising = make_monitor("raise")
-    raising.observe(make_report(1, [row(3)]), None)
-    with pytest.raises(kvc.CanaryViolationError):
-        raising.flush()
-    raising.flush()
-
-
 # Steps.
-
-
-def steps_of(monitor):
-    return [(violation.earliest_step, violation.step) for violation in monitor.violations]
 
 
 def test_several_steps_between_two_reports():

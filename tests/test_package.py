@@ -100,8 +100,9 @@ def test_constants_of_the_contract():
 
 
 def test_handlers():
-    assert set(_cpu.registrations()) == set(_cpu.cuda_missing_registrations()) == {_ffi.VERIFY_TARGET, _ffi.WRITE_TARGET, _ffi.PHASE_TARGET}
-    assert (_ffi.VERIFY_TARGET, _ffi.WRITE_TARGET, _ffi.PHASE_TARGET) == ("kvcanary_verify", "kvcanary_write", "kvcanary_phase")
+    targets = (_ffi.VERIFY_TARGET, _ffi.WRITE_TARGET, _ffi.PHASE_TARGET, _ffi.REPORT_PHASE_TARGET)
+    assert targets == ("kvcanary_verify", "kvcanary_write", "kvcanary_phase", "kvcanary_report_phase")
+    assert set(_cpu.registrations()) == set(_cpu.cuda_missing_registrations()) == set(targets)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

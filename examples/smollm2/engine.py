@@ -164,9 +164,7 @@ class Run:
         return True
 
     def finish(self) -> Served:
-        """Handle the last report, then put together what the run gave."""
-        if self.monitor is not None:
-            self.monitor.flush(self.state)
+        """Put together what the run gave."""
         return Served(
             outputs={request.rid: tuple(request.output) for request in self.requests},
             pool=self.pool,
@@ -182,7 +180,7 @@ class Run:
         self.pool = allocate_pool(self.engine.model, limits.num_slots)
         capacities = kvc.CanaryLaunchCapacities.from_pool(limits.num_slots, limits.max_batch)
         self.canary, self.state = kvc.install_canary(self.pool, self.engine.canary_config, capacities=capacities)
-        self.monitor = None if self.canary is None else kvc.CanaryMonitor(self.canary)
+        self.monitor = None if self.canary is None else kvc.CanaryMonitor(self.canary, wait=True)  # as every step is waited for
 
     def _warm_up(self) -> None:
         """Compile and run everything once for each bucket, on nothing but padding."""
@@ -202,7 +200,7 @@ class Run:
         tokens, report = self._dispatch(batch, self.scheduler.table)
         jax.block_until_ready((tokens, self.pool, self.state))
         if self.monitor is not None:
-            self.monitor.observe(report, self.state)
+            self.monitor.observe(report, self.state)  # raises here if this step has a finding
         seconds = time.perf_counter() - start
         self._times.append(StepTime(batch.num_tokens, len(batch.input_ids), batch.is_decode, seconds))
         return np.asarray(tokens)

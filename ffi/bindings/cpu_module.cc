@@ -60,6 +60,7 @@ NB_MODULE(_cpu, m) {
     targets["kvcanary_verify"] = capsule(kVerify);
     targets["kvcanary_write"] = capsule(kWrite);
     targets["kvcanary_phase"] = capsule(kPhase);
+    targets["kvcanary_report_phase"] = capsule(kPhase);
     return targets;
   });
   m.def("cuda_missing_registrations", [] {
@@ -67,6 +68,7 @@ NB_MODULE(_cpu, m) {
     targets["kvcanary_verify"] = capsule(kCudaMissing);
     targets["kvcanary_write"] = capsule(kCudaMissing);
     targets["kvcanary_phase"] = capsule(kCudaMissing);
+    targets["kvcanary_report_phase"] = capsule(kCudaMissing);
     return targets;
   });
   m.attr("CUDA_MISSING") = kNoCuda;

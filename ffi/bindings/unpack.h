@@ -33,7 +33,7 @@ inline ffi::Error invalid(const std::string& operation, const std::string& probl
 
 // Fixed part of every launch's results: the log, aliased to the first of the remaining operands.
 inline constexpr size_t kLogArrays = 8;
-inline constexpr size_t kReportArrays = 3;
+inline constexpr size_t kReportArrays = 4;
 
 // The aliased results hold the log's content: XLA copies it there where the operands were not donated.
 inline ffi::Error unpack_log(const std::string& operation, const Int32s& requests, ffi::RemainingRets results, Log* log) {
@@ -167,19 +167,21 @@ inline ffi::Error unpack_buffer_results(const std::string& operation, ffi::Remai
   return ffi::Error::Success();
 }
 
-// A report's three arrays among the results.
+// A report's arrays among the results.
 inline ffi::Error unpack_report(const std::string& operation, ffi::RemainingRets results, size_t first, const Log& log,
                                 ReportLaunch* report) {
   auto ring = results.get<ffi::Buffer<ffi::U32, 3>>(first);
   auto request_rows = results.get<Int32s>(first + 1);
-  auto summary = results.get<Words>(first + 2);
+  auto row_flags = results.get<Int32s>(first + 2);
+  auto summary = results.get<Words>(first + 3);
   const auto capacity = static_cast<size_t>(log.ring_capacity);
-  const bool sound = ring.has_value() && request_rows.has_value() && summary.has_value() &&
+  const bool sound = ring.has_value() && request_rows.has_value() && row_flags.has_value() && summary.has_value() &&
                      (*ring)->element_count() == capacity * 2 * kViolationFields && (*request_rows)->element_count() == capacity &&
-                     (*summary)->element_count() == kSummaryWords;
+                     static_cast<int64_t>((*row_flags)->element_count()) == log.num_rows && (*summary)->element_count() == kSummaryWords;
   if (!sound) return invalid(operation, "the arrays of the report have unexpected types or sizes.");
   report->ring = reinterpret_cast<int64_t*>((*ring)->typed_data());
   report->request_rows = (*request_rows)->typed_data();
+  report->row_flags = (*row_flags)->typed_data();
   report->summary = (*summary)->typed_data();
   return ffi::Error::Success();
 }

@@ -198,8 +198,8 @@ def large_copies(text):
 
 
 def custom_calls(text):
-    """How often a program names each of the canary's targets: verify, write, and a phase of a step, which does both."""
-    return [len(re.findall(f'custom_call_target="{target}"', text)) for target in ("kvcanary_verify", "kvcanary_write", "kvcanary_phase")]
+    """How often a program names each of the canary's targets: verify, write, a phase of a step, which does both, and one that reports."""
+    return [len(re.findall(f'custom_call_target="kvcanary_{name}"', text)) for name in ("verify", "write", "phase", "report_phase")]
 
 
 def pointers(tree):

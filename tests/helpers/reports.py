@@ -14,6 +14,7 @@ from jax_kvcanary import FailReason as Reason
 from jax_kvcanary.state import from_int64
 
 RING_CAPACITY = 5
+CAPACITIES = kvc.CanaryLaunchCapacities(53, 2)
 
 
 def row(slot, tag=Tag.TAIL_K_FULL, reasons=Reason.VERIFY_CHAIN_HASH_MISMATCH):
@@ -66,3 +67,20 @@ class Watched:
     def __array__(self, dtype=None, copy=None):
         self.events.append(("read", self.label))
         return np.array(self.value, dtype)
+
+
+def make_monitor(mode="log", **options):
+    """A monitor of such reports; the options are its own."""
+    return kvc.CanaryMonitor(kvc.Canary(kvc.CanaryConfig(mode, ring_capacity=RING_CAPACITY), CAPACITIES), **options)
+
+
+def handle(monitor, *reports):
+    """Have reports handled, the last one too."""
+    for report in reports:
+        monitor.observe(report, None)
+    monitor.flush()
+
+
+def steps_of(monitor):
+    """The first and the last step that each violation may belong to."""
+    return [(violation.earliest_step, violation.step) for violation in monitor.violations]

@@ -15,6 +15,7 @@ struct ReportLaunch {
   const int32_t* reset_count;       // [1]
   int64_t* ring;                    // [ring_capacity, 8]
   int32_t* request_rows;            // [ring_capacity]
+  int32_t* row_flags;               // [num_rows of the log]
   uint32_t* summary;                // [kSummaryWords]; null where no report is wanted
 };
 
@@ -50,7 +51,7 @@ KVC_HD uint32_t summary_word(const Log& log, const ReportLaunch& report, int wor
   return fresh(static_cast<const uint32_t*>(part) + word);
 }
 
-// One thread's share of what there is to report: the rows that the ring holds, and the summary.
+// One thread's share of what there is to report: the rows that the ring holds, the flags, and the summary.
 KVC_HD void fill_report(const Log& log, const ReportLaunch& report, int64_t thread, int64_t threads) {
   const int32_t found = fresh(log.write_index);
   const int64_t rows = found < 0 || found > log.ring_capacity ? log.ring_capacity : found;
@@ -60,6 +61,8 @@ KVC_HD void fill_report(const Log& log, const ReportLaunch& report, int64_t thre
   for (int64_t i = thread; i < rows * kViolationFields; i += threads) report.ring[i] = fresh(&log.ring[i]);
   KVC_ROLLED
   for (int64_t i = thread; i < rows; i += threads) report.request_rows[i] = fresh(&log.request_rows[i]);
+  KVC_ROLLED
+  for (int64_t i = thread; i < log.num_rows; i += threads) report.row_flags[i] = fresh(&log.row_flags[i]);
 }
 
 }  // namespace kvcanary
