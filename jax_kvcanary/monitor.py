@@ -33,8 +33,9 @@ class _Observed(NamedTuple):
 class CanaryMonitor:
     """Reads reports one step late, so that the device never waits for the host; with ``wait``, in their own step.
 
-    ``observe`` starts the copy of the report it is given and handles the one before it; ``flush`` handles the last one. In mode
-    LOG every row is logged once at WARNING; in mode RAISE a step with new rows raises :class:`CanaryViolationError`.
+    ``observe`` starts the copy of the report it is given and handles the one before it, with ``wait`` this one itself; ``flush`` handles
+    what is left. In mode LOG every row is logged once at WARNING; in mode RAISE a step with new rows raises
+    :class:`CanaryViolationError`.
 
     It also watches that the canary runs at all. Every 100 observed forwards after the first 100, a launch tag that should have run
     since the check before is an error: :class:`CanaryHealthError` in mode RAISE, a line at ERROR in mode LOG. HEAD and TAIL tags of
@@ -47,8 +48,9 @@ class CanaryMonitor:
         canary: the canary.
         metrics: counters for Prometheus, which every report adds to.
         wait: handle each report in the call of ``observe`` that brings it, and wait for the device there. For loops that wait for each
-            step anyway, to read its tokens: a finding is raised in its own step, and no report takes memory while the next step is
-            launched. Where memory lies as it did in the step before, XLA need not record its command buffers again.
+            step anyway, to read its tokens: a finding is raised in its own step, and the monitor holds no report while the next step
+            is launched. If the loop holds none either (``del report``), arrays lie where they lay in the step before, and XLA need not
+            record the command buffers of a GPU anew.
     """
 
     def __init__(self, canary: Canary, metrics: CanaryMetrics | None = None, *, wait: bool = False) -> None:
@@ -105,7 +107,7 @@ class CanaryMonitor:
     def log_swa_divergence(self, divergence: SwaDivergence) -> None:
         """Log the statistics of a step as one line of JSON at INFO, at the next ``observe`` or ``flush``.
 
-        The line is written late for the sake of the device, as reports are read late. Its ``step`` is that of the report observed
+        The line is written late for the sake of the device, with ``wait`` too. Its ``step`` is that of the report observed
         last before this call, 0 when there was none; its other keys are the fields of :class:`SwaDivergence`.
 
         Args:

@@ -107,7 +107,6 @@ def phase_launch(
         check_input=write.check_input,
         tree=write.tree,
         carried=carried,
-        reports=reports,
     )
     report = None
     if reports:

@@ -168,9 +168,6 @@ def test_raise_mode_raises_and_goes_on(log):
     assert log.take() == []
 
 
-# When reports are read.
-
-
 # Steps.
 
 

@@ -105,6 +105,12 @@ def test_handlers():
     assert set(_cpu.registrations()) == set(_cpu.cuda_missing_registrations()) == set(targets)
 
 
+def test_all_but_reports_go_into_command_buffers():
+    """The host holds a report while it launches the next step, whose own then lies elsewhere."""
+    cuda = pytest.importorskip("jax_kvcanary._cuda", reason="the package was built without its CUDA module")
+    assert set(cuda.command_buffer_targets()) == set(cuda.registrations()) - {_ffi.REPORT_PHASE_TARGET}
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_are_there(name):
     assert getattr(kvc, name).__module__.startswith("jax_kvcanary")

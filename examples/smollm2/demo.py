@@ -265,6 +265,7 @@ def _print_findings(bug: EarlyFree, error: kvc.CanaryViolationError, stopped_at:
         print(f"caught:  step {finding.step}, slot {finding.slot_idx}, position {finding.position}, {reason} ({finding.launch_tag.name})")
     print(f"The monitor waits for each report, so serving stopped in step {stopped_at}. The first finding in full:")
     print(error.violations[0])
+    verdict.expect(error.new[0].step == stopped_at, "Serving went on after the step that the canary reported.")
     verdict.expect(
         any(finding.slot_idx == planted.slot for finding in error.violations), "No finding names the slot that was handed out twice."
     )

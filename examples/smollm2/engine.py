@@ -164,7 +164,9 @@ class Run:
         return True
 
     def finish(self) -> Served:
-        """Put together what the run gave."""
+        """Handle what is left to handle, then put together what the run gave."""
+        if self.monitor is not None:
+            self.monitor.flush(self.state)
         return Served(
             outputs={request.rid: tuple(request.output) for request in self.requests},
             pool=self.pool,

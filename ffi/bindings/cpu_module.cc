@@ -38,9 +38,10 @@ XLA_FFI_DEFINE_HANDLER(
     kWrite, [](ffi::ThreadPool pool, auto... operands) { return handle_write(on<cpu::launch_write>(pool), operands...); },
     bind_write(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
-XLA_FFI_DEFINE_HANDLER(
-    kPhase, [](ffi::ThreadPool pool, auto... operands) { return handle_phase(on<cpu::launch_phase>(pool), operands...); },
-    bind_phase(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+template <bool kReports>
+constexpr auto phase = [](ffi::ThreadPool pool, auto... operands) { return handle_phase<kReports>(on<cpu::launch_phase>(pool), operands...); };
+XLA_FFI_DEFINE_HANDLER(kPhase, phase<false>, bind_phase(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+XLA_FFI_DEFINE_HANDLER(kReportPhase, phase<true>, bind_phase(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 XLA_FFI_DEFINE_HANDLER(
     kCudaMissing,
@@ -60,7 +61,7 @@ NB_MODULE(_cpu, m) {
     targets["kvcanary_verify"] = capsule(kVerify);
     targets["kvcanary_write"] = capsule(kWrite);
     targets["kvcanary_phase"] = capsule(kPhase);
-    targets["kvcanary_report_phase"] = capsule(kPhase);
+    targets["kvcanary_report_phase"] = capsule(kReportPhase);
     return targets;
   });
   m.def("cuda_missing_registrations", [] {

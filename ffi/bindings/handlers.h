@@ -97,9 +97,10 @@ ffi::Error handle_write(Launcher launcher, Int32s offsets, Int32s seed_slots, In
   return launcher(launch);
 }
 
-// A phase of a step: verify, then write. The first phase leaves its links as a result, the second one takes them and reports.
+// A phase of a step: verify, then write, then the step's report, where kReports. The first phase leaves its links as a result, the
+// second one takes them.
 // Launcher: ffi::Error(const VerifyLaunch&, const WriteLaunch&, const ReportLaunch&).
-template <typename Launcher>
+template <bool kReports, typename Launcher>
 ffi::Error handle_phase(Launcher launcher, Int32s slots, Int32s expected_tokens, Int32s expected_positions, Int32s prev_slots,
                         Int32s num_valid, Int32s enable, Int32s row_offsets, Int32s offsets, Int32s seed_slots, Int32s num_rows,
                         ffi::AnyBuffer tokens, ffi::AnyBuffer positions, ffi::AnyBuffer out_slots, ffi::AnyBuffer expected_inputs,
@@ -107,8 +108,8 @@ ffi::Error handle_phase(Launcher launcher, Int32s slots, Int32s expected_tokens,
                         ffi::AnyBuffer carried_links, Int32s num_invalid_rows, Int32s reset_count, Int32s requests,
                         ffi::Result<Words> scratch, ffi::Result<Words> links, ffi::RemainingArgs arrays, ffi::RemainingRets results,
                         Sizes tags, Sizes source_counts, Sizes source_geometry, bool check_expected_token, bool check_input, bool tree,
-                        bool carried, bool reports) {
-  const std::string operation = "kvcanary_phase";
+                        bool carried) {
+  const std::string operation = kReports ? "kvcanary_report_phase" : "kvcanary_phase";
   VerifyLaunch verify{};
   if (ffi::Error error = unpack_verify(operation, slots, expected_tokens, expected_positions, prev_slots, num_valid, enable, row_offsets,
                                        requests, check_expected_token, &verify);
@@ -125,7 +126,7 @@ ffi::Error handle_phase(Launcher launcher, Int32s slots, Int32s expected_tokens,
   if (ffi::Error error = unpack_log(operation, requests, results, &verify.log); error.failure()) return error;
   if (ffi::Error error = unpack_endpoints(operation, arrays, attrs, &verify.endpoints); error.failure()) return error;
   ReportLaunch report{};
-  if (reports) {
+  if constexpr (kReports) {
     if (num_invalid_rows.element_count() != 1 || reset_count.element_count() != 1) {
       return invalid(operation, "the counts of a report have unexpected lengths.");
     }
@@ -133,7 +134,7 @@ ffi::Error handle_phase(Launcher launcher, Int32s slots, Int32s expected_tokens,
     report.reset_count = reset_count.typed_data();
     if (ffi::Error error = unpack_report(operation, results, kLogArrays, verify.log, &report); error.failure()) return error;
   }
-  const size_t first_buffer = kLogArrays + (reports ? kReportArrays : 0);
+  const size_t first_buffer = kLogArrays + (kReports ? kReportArrays : 0);
   if (ffi::Error error = unpack_buffer_results(operation, results, first_buffer, &verify.endpoints); error.failure()) return error;
   write.log = verify.log;
   write.endpoints = verify.endpoints;
@@ -177,7 +178,7 @@ template <typename Binding>
 auto bind_endpoints(Binding&& binding) {
   return std::move(binding)
       .RemainingArgs()  // log, canary buffers, sources
-      .RemainingRets()  // log, report (where reports), canary buffers (where written)
+      .RemainingRets()  // log, report (of a phase that reports), canary buffers (where written)
       .template Attr<Sizes>("tags")
       .template Attr<Sizes>("source_counts")
       .template Attr<Sizes>("source_geometry");
@@ -210,8 +211,7 @@ auto bind_phase(Binding&& binding) {
       .template Attr<bool>("check_expected_token")
       .template Attr<bool>("check_input")
       .template Attr<bool>("tree")
-      .template Attr<bool>("carried")
-      .template Attr<bool>("reports");
+      .template Attr<bool>("carried");
 }
 
 }  // namespace kvcanary

@@ -24,8 +24,9 @@ struct RowStages {
   WordPair pairs[kStages][kWarp][kChunkPairs];
 };
 
-// Starts the copy of a pair of real KV to shared memory. Nobody asks for it again soon, so caches should give its place up first
-// and keep records: the two that share a line of memory are asked for at different times of one launch.
+// Starts the copy of a pair of real KV to shared memory. This launch does not ask for it again, so caches should give its place up
+// first and keep records: memory sends two of them at a time, which a launch asks for at different times. Rows that lanes read alone,
+// but for a single pair, come without this hint.
 __device__ inline void copy_kv_async(WordPair* target, const WordPair* source) {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
