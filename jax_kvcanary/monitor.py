@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_kvcanary._checks import check_flag, check_shape, check_type
+from jax_kvcanary._checks import check_shape, check_type
 from jax_kvcanary.buffers import CanaryState
 from jax_kvcanary.canary import Canary
 from jax_kvcanary.config import CanaryMode
@@ -31,11 +31,11 @@ class _Observed(NamedTuple):
 
 
 class CanaryMonitor:
-    """Reads reports one step late, so that the device never waits for the host; with ``wait``, in their own step.
+    """Reads reports one step late, so that the device never waits for the host.
 
-    ``observe`` starts the copy of the report it is given and handles the one before it, with ``wait`` this one itself; ``flush`` handles
-    what is left. In mode LOG every row is logged once at WARNING; in mode RAISE a step with new rows raises
-    :class:`CanaryViolationError`.
+    ``observe`` starts the copy of the report it is given and handles the one before it; ``flush`` waits for the last one and handles it,
+    in a loop that flushes after each step in its own step. In mode LOG every row is logged once at WARNING; in mode RAISE a step with
+    new rows raises :class:`CanaryViolationError`.
 
     It also watches that the canary runs at all. Every 100 observed forwards after the first 100, a launch tag that should have run
     since the check before is an error: :class:`CanaryHealthError` in mode RAISE, a line at ERROR in mode LOG. HEAD and TAIL tags of
@@ -47,17 +47,11 @@ class CanaryMonitor:
     Args:
         canary: the canary.
         metrics: counters for Prometheus, which every report adds to.
-        wait: handle each report in the call of ``observe`` that brings it, and wait for the device there. For loops that wait for each
-            step anyway, to read its tokens: a finding is raised in its own step, and the monitor holds no report while the next step
-            is launched. If the loop holds none either (``del report``), arrays lie where they lay in the step before, and XLA need not
-            record the command buffers of a GPU anew.
     """
 
-    def __init__(self, canary: Canary, metrics: CanaryMetrics | None = None, *, wait: bool = False) -> None:
+    def __init__(self, canary: Canary, metrics: CanaryMetrics | None = None) -> None:
         check_type(canary, "canary", Canary, ", as install_canary returns it")
-        check_flag(wait, "wait")
         self._canary = canary
-        self._wait = wait
         self._pending: _Observed | None = None
         self._divergences: list[SwaDivergence] = []
         self._rows_seen = 0  # of the ring, since the log was reset last
@@ -72,7 +66,7 @@ class CanaryMonitor:
         return tuple(self._violations)
 
     def observe(self, report: CanaryReport, state: CanaryState | None) -> None:
-        """Start copying this report to the host and handle the previous one; with ``wait``, handle this one.
+        """Start copying this report to the host and handle the previous one.
 
         Args:
             report: what ``post_forward`` or ``sweep`` returned.
@@ -80,10 +74,10 @@ class CanaryMonitor:
                 already. None where it is not at hand; then no launches are added to those that should run.
 
         Raises:
-            CanaryViolationError: in mode RAISE, when the report that is handled has rows that were not seen before. The monitor has
-                taken the report of this call by then and the state is sound, so that the caller may go on. A health error of the same
-                report is its ``__cause__``.
-            CanaryHealthError: in mode RAISE, when the report that is handled shows that launches stopped; the caller may go on as well.
+            CanaryViolationError: in mode RAISE, when the previous report has rows that were not seen before. The monitor has
+                taken this report by then and the state is sound, so that the caller may go on. A health error of the same report is
+                its ``__cause__``.
+            CanaryHealthError: in mode RAISE, when the previous report shows that launches stopped; the caller may go on as well.
         """
         check_type(report, "report", CanaryReport)
         tags: frozenset[CanaryLaunchTag] = frozenset()
@@ -92,8 +86,6 @@ class CanaryMonitor:
             tags = launch_tags(state.groups, sweeps=self._canary.config.sweep_interval > 0)
         report.copy_to_host_async()
         self._advance(_Observed(report, tags))
-        if self._wait:
-            self._advance(None)
 
     def flush(self, state: CanaryState | None = None) -> None:
         """Wait for the last report and handle it; does nothing when there is none.
@@ -107,7 +99,7 @@ class CanaryMonitor:
     def log_swa_divergence(self, divergence: SwaDivergence) -> None:
         """Log the statistics of a step as one line of JSON at INFO, at the next ``observe`` or ``flush``.
 
-        The line is written late for the sake of the device, with ``wait`` too. Its ``step`` is that of the report observed
+        The line is written late for the sake of the device, as reports are read late. Its ``step`` is that of the report observed
         last before this call, 0 when there was none; its other keys are the fields of :class:`SwaDivergence`.
 
         Args:

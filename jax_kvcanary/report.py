@@ -83,7 +83,7 @@ class CanaryReport:
 
     def on_host(self) -> dict[str, np.ndarray]:
         """The parts of the summary by name: those of :class:`CanaryDeviceState`, and ``num_invalid_rows`` and ``reset_count`` int32 [1]."""
-        words, places = np.array(self.summary), zip(_PARTS, itertools.pairwise(_ENDS), strict=True)
+        words, places = np.asarray(self.summary), zip(_PARTS, itertools.pairwise(_ENDS), strict=True)
         return {name: words[start:end].view(dtype).reshape(shape) for (name, shape, dtype), (start, end) in places}
 
     @property

@@ -1,4 +1,4 @@
-"""When a monitor reads its reports: one step late, or, where it waits, each in its own step."""
+"""When a monitor reads its reports: one step late, or when it is flushed."""
 
 from __future__ import annotations
 
@@ -35,36 +35,14 @@ def test_observe_reads_one_step_late():
     assert set(events) == {("read", 3)}
 
 
-def test_a_monitor_that_waits_reads_each_report_in_its_own_step():
+def test_a_flush_in_each_step_reads_its_report():
     events = []
-    monitor = make_monitor(wait=True)
+    monitor = make_monitor()
     for step, report in enumerate(watched_reports(events, {}, {"rows": [row(3)]}, {"rows": [row(3)]}), start=1):
         events.clear()
-        monitor.observe(report, None)
+        handle(monitor, report)
         assert set(events) == {("copy", step), ("read", step)}
-        assert events[0] == ("copy", step)
         assert steps_of(monitor) == [(2, 2)] * (step > 1)
-    events.clear()
-    monitor.flush()
-    assert events == []
-
-
-def test_a_monitor_that_waits_raises_and_goes_on():
-    monitor = make_monitor("raise", wait=True)
-    monitor.observe(make_report(1), None)
-    for step in (2, 3):
-        rows = [row(slot) for slot in range(3, step + 2)]
-        with pytest.raises(kvc.CanaryViolationError) as found:
-            monitor.observe(make_report(step, rows), None)
-        assert [violation.step for violation in found.value.new] == [step]
-        monitor.flush()
-    monitor.observe(make_report(4, rows), None)
-
-
-@pytest.mark.parametrize("bad", [1, None, "yes", np.True_])
-def test_whether_a_monitor_waits_is_true_or_false(bad):
-    with pytest.raises(TypeError, match=r"^`wait` is .* but it must be True or False\.$"):
-        make_monitor(wait=bad)
 
 
 def test_the_ring_is_read_only_when_there_is_news():

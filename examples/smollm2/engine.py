@@ -164,7 +164,7 @@ class Run:
         return True
 
     def finish(self) -> Served:
-        """Handle what is left to handle, then put together what the run gave."""
+        """Handle the last report, then put together what the run gave."""
         if self.monitor is not None:
             self.monitor.flush(self.state)
         return Served(
@@ -182,7 +182,7 @@ class Run:
         self.pool = allocate_pool(self.engine.model, limits.num_slots)
         capacities = kvc.CanaryLaunchCapacities.from_pool(limits.num_slots, limits.max_batch)
         self.canary, self.state = kvc.install_canary(self.pool, self.engine.canary_config, capacities=capacities)
-        self.monitor = None if self.canary is None else kvc.CanaryMonitor(self.canary, wait=True)  # as every step is waited for
+        self.monitor = None if self.canary is None else kvc.CanaryMonitor(self.canary)
 
     def _warm_up(self) -> None:
         """Compile and run everything once for each bucket, on nothing but padding."""
@@ -202,7 +202,7 @@ class Run:
         tokens, report = self._dispatch(batch, self.scheduler.table)
         jax.block_until_ready((tokens, self.pool, self.state))
         if self.monitor is not None:
-            self.monitor.observe(report, self.state)  # raises here if this step has a finding
+            self.monitor.observe(report, self.state)
         seconds = time.perf_counter() - start
         self._times.append(StepTime(batch.num_tokens, len(batch.input_ids), batch.is_decode, seconds))
         return np.asarray(tokens)

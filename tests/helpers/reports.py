@@ -69,9 +69,9 @@ class Watched:
         return np.array(self.value, dtype)
 
 
-def make_monitor(mode="log", **options):
-    """A monitor of such reports; the options are its own."""
-    return kvc.CanaryMonitor(kvc.Canary(kvc.CanaryConfig(mode, ring_capacity=RING_CAPACITY), CAPACITIES), **options)
+def make_monitor(mode="log"):
+    """A monitor of such reports."""
+    return kvc.CanaryMonitor(kvc.Canary(kvc.CanaryConfig(mode, ring_capacity=RING_CAPACITY), CAPACITIES))
 
 
 def handle(monitor, *reports):
