@@ -21,7 +21,7 @@ struct Row {
   int64_t number;
   RowRange range;
   Members members;
-  Members positions;  // those of them that check positions
+  Members positions;  // endpoints that check positions
 };
 
 // Checks an entry and stores its record in all members. Without kFingerprint the real-KV hashes are left for later.
@@ -49,7 +49,7 @@ template <bool kFingerprint>
 
 // Walks the chain or tree of one row for all its members, which go on from one hash, and counts the records in `stored
 // [endpoints]`. The links are kept where `keeps_links`.
-template <bool kFingerprint>
+template <bool kFingerprint, bool kTree>
 void walk_row(const WriteLaunch& launch, const Row& row, bool keeps_links, uint64_t* stored) {
   const int first = __builtin_ctz(row.members);  // the ends of a tree are kept as this one's
   const Link seed = {launch.seed(first, row.number).hash, -1, static_cast<int32_t>(row.number)};
@@ -57,13 +57,13 @@ void walk_row(const WriteLaunch& launch, const Row& row, bool keeps_links, uint6
   for (int64_t i = row.range.begin; i < row.range.end; ++i) {
     prefetch_ahead(launch, row, i);
     const Entry entry = read_entry(launch, i);
-    if (launch.tree) {
+    if (kTree) {
       const Parent parent = parent_of(launch, row.range, i);
       link = parent.entry < 0 ? seed : launch.end(first, parent.entry);
     }
     const Link before = link;
-    link = link_behind(before, entry, i);
-    if (launch.tree) launch.end(first, i) = link;
+    if (kTree || i + 1 < row.range.end) link = link_behind(before, entry, i);  // nothing follows the end of a chain
+    if (kTree) launch.end(first, i) = link;
     if (keeps_links) launch.links[i] = before;
     store_entry<kFingerprint>(launch, row, i, entry, before, stored);
   }
@@ -77,40 +77,67 @@ bool are_sound(const WriteLaunch& launch, const RowRange& range) {
   return true;
 }
 
+// All endpoints of a launch.
+struct Common {
+  Members all;
+  int64_t least_slots;  // that each buffer has
+};
+
+Common common_of(const EndpointList& endpoints) {
+  Common common = {(Members{1} << endpoints.size) - 1, endpoints.items[0].num_slots};
+  for (int e = 1; e < endpoints.size; ++e) common.least_slots = std::min(common.least_slots, endpoints.items[e].num_slots);
+  return common;
+}
+
+// The endpoints that check positions in a row.
+Members checking_positions(const WriteLaunch& launch, const Common& common, int64_t row) {
+  const int64_t seed_slot = launch.seed_slots[row];
+  if (*launch.check_positions == 0 || seed_slot <= 0) return 0;
+  if (seed_slot < common.least_slots) return common.all;
+  Members found = 0;
+  for_each(common.all, [&](int e) { found |= Members{checks_positions(launch, e, row)} << e; });
+  return found;
+}
+
 // Rows one after the other: of a slot that two of them name, one whole record must stay.
 template <bool kFingerprint>
 void write_rows_in_turn(const WriteLaunch& launch, int64_t rows, bool in_order) {
-  const int endpoints = launch.endpoints.size;
+  const Common common = common_of(launch.endpoints);
   uint64_t stored[kMaxEndpoints] = {};
   for (int64_t row = 0; row < rows; ++row) {
     const RowRange range = row_range(launch, row);
-    for (int e = 0; e < endpoints; ++e) check_row(launch, launch.endpoints.items[e], row, range);
+    if (range.cut || launch.seed_slots[row] >= common.least_slots) {
+      for_each(common.all, [&](int e) { check_row(launch, launch.endpoints.items[e], row, range); });
+    }
     if (range.empty()) continue;
-    Members open = (Members{1} << endpoints) - 1;
-    const auto take = [&](auto shares) {
-      Row taken = {row, range, 0, 0};
-      for_each(open, [&](int e) {
-        if (!shares(e)) return;
-        taken.members |= Members{1} << e;
-        if (checks_positions(launch, e, row)) taken.positions |= Members{1} << e;
-      });
-      open &= ~taken.members;
-      return taken;
-    };
+    const Members positions = checking_positions(launch, common, row);
+    Members open = common.all;
     if (launch.carried && in_order && are_sound(launch, range)) {
-      const Row taken = take([&](int e) { return launch.shares_chain(e, row); });
-      for (int64_t i = range.begin; taken.members != 0 && i < range.end; ++i) {
+      Members sharing = 0;
+      for_each(open, [&](int e) { sharing |= Members{launch.shares_chain(e, row)} << e; });
+      const Row taken = {row, range, sharing, positions};
+      for (int64_t i = range.begin; sharing != 0 && i < range.end; ++i) {
         prefetch_ahead(launch, taken, i);
         store_entry<kFingerprint>(launch, taken, i, read_entry(launch, i), launch.links[i], stored);
       }
+      open &= ~sharing;
     }
     while (open != 0) {
       const int first = __builtin_ctz(open);
-      const Row taken = take([&](int e) { return launch.seed(e, row).hash == launch.seed(first, row).hash; });
-      walk_row<kFingerprint>(launch, taken, first == 0 && !launch.carried, stored);
+      const uint64_t start = launch.seed(first, row).hash;
+      Members sharing = Members{1} << first;
+      for_each(open & ~sharing, [&](int e) { sharing |= Members{launch.seed(e, row).hash == start} << e; });
+      open &= ~sharing;
+      const bool keeps_links = first == 0 && !launch.carried;
+      // Calls in place: one through a pointer would take longer than a row of one entry.
+      if (launch.tree) {
+        walk_row<kFingerprint, true>(launch, {row, range, sharing, positions}, keeps_links, stored);
+      } else {
+        walk_row<kFingerprint, false>(launch, {row, range, sharing, positions}, keeps_links, stored);
+      }
     }
   }
-  for (int e = 0; e < endpoints; ++e) add(&launch.log.slot_runs[launch.endpoints.items[e].tag], stored[e]);
+  for (int e = 0; e < launch.endpoints.size; ++e) add(&launch.log.slot_runs[launch.endpoints.items[e].tag], stored[e]);
 }
 
 // The real-KV hashes of the records stored for entries [begin, end). They depend on the slot alone, so that any thread
