@@ -1,4 +1,4 @@
-# make test, make demo: everything they need goes into a virtual environment in this folder.
+# What the targets need goes into a virtual environment in this folder.
 #   CUDA=12 or CUDA=13   install jax for that CUDA and build the CUDA module (needs nvcc)
 #   PYTHON=python3.12    the interpreter to start from
 #   VENV=.venv           where the environment goes
@@ -24,7 +24,13 @@ STAMP := $(VENV)/.kvcanary$(CUDA)
 
 help:
 	@sed -n '1,4p' Makefile
-	@echo "targets: test demo lint format bench bench-gpu clean"
+	@echo "test       the test suite"
+	@echo "demo       SmolLM2-135M served with a canary, sound and with a planted bug"
+	@echo "lint       ruff and mypy"
+	@echo "format     format the Python code"
+	@echo "bench      times of the operations on jax's default device"
+	@echo "bench-gpu  times on a GPU beside a baseline and the hardware's floors; wants CUDA set, and nvcc"
+	@echo "clean      remove the builds and the environment"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

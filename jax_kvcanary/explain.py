@@ -26,7 +26,7 @@ _MAX_SLOTS = 8
 REASONS = {
     CHAIN: "the slot does not follow from the slot before it: one of the two was overwritten, or belongs to another request",
     POSITION: "the slot holds another position than the request has there",
-    REAL_KV: "the KV bytes changed since they were fingerprinted: something wrote them without the scheduler knowing",
+    REAL_KV: "the KV bytes changed since they were fingerprinted, and the record that belongs to them is still there",
     WRITE_TOKEN: "the step wrote another token than was expected",
     WRITE_POSITION: "the step wrote a position that was not expected, or that does not follow its predecessor's",
     TOKEN: "the slot holds another token than the request has at that position",
@@ -74,13 +74,19 @@ def usual_cause(violation: Violation) -> str:
     if is_fresh(violation):
         return "a request or a cache still refers to a slot that was released, or whose KV and records never arrived"
     if reasons == REAL_KV:
-        return "a second writer: a late transfer, a scatter with a wrong index or stride, or a freed slot that is being filled again"
+        return (
+            "the slot was given to another request in this very step (then the next one finds its chain and position broken, too), or a "
+            "second writer: a late transfer, or a scatter with a wrong index or stride"
+        )
     if CHAIN in reasons and POSITION in reasons:
         return "the slot belongs to another request now (handed out twice, or freed while in use), or req_to_token names a wrong slot here"
     if CHAIN in reasons and TOKEN in reasons:
         return "two requests of equal length are mixed up here, or a prefix was matched that holds other tokens"
     if CHAIN in reasons:
-        return "this record is whole and its predecessor changed: look for a finding at the slot before it; or two branches were spliced"
+        return (
+            "the slot before it was overwritten (then that one has a finding, too), or this one was, by a request that has it at the same "
+            "position; or two branches were spliced"
+        )
     if POSITION in reasons:
         return "the entry of req_to_token is shifted, or the record was overwritten in place"
     return "a wrong token was fed when the slot was written, or the list of expected tokens belongs to another request"

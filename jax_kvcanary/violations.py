@@ -169,11 +169,13 @@ class CanaryViolationError(RuntimeError):
         self.by_reason = by_reason
         self.new = self.violations[earlier:]
         self._earlier = (earlier, earlier_total)
-        shown = "\n".join(str(violation) for violation in self.new[:8])
+        parts = [str(violation) for violation in self.new[:8]]
         more = self.total - (earlier if earlier_total is None else earlier_total) - len(self.new[:8])
         if more > 0:
-            shown += f"\n{more} more violations were recorded."
-        super().__init__(f"{shown}\nBy launch tag and reason: {by_reason}." if by_reason else shown)
+            parts.append(f"{more} more violations were recorded." if parts else f"{more} violations were counted, but the ring is full.")
+        if by_reason:
+            parts.append(f"By launch tag and reason: {by_reason}.")
+        super().__init__("\n".join(parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Made again from its fields where it goes to another process, not from its text."""

@@ -18,8 +18,14 @@ TOKEN, RANGE = Reason.VERIFY_TOKEN_MISMATCH, Reason.SLOT_OUT_OF_RANGE
 STOLEN = "the slot belongs to another request now (handed out twice, or freed while in use), or req_to_token names a wrong slot here"
 MIXED_UP = "two requests of equal length are mixed up here, or a prefix was matched that holds other tokens"
 STALE = "a request or a cache still refers to a slot that was released, or whose KV and records never arrived"
-SECOND_WRITER = "a second writer: a late transfer, a scatter with a wrong index or stride, or a freed slot that is being filled again"
-PREDECESSOR = "this record is whole and its predecessor changed: look for a finding at the slot before it; or two branches were spliced"
+SECOND_WRITER = (
+    "the slot was given to another request in this very step (then the next one finds its chain and position broken, too), or a second "
+    "writer: a late transfer, or a scatter with a wrong index or stride"
+)
+PREDECESSOR = (
+    "the slot before it was overwritten (then that one has a finding, too), or this one was, by a request that has it at the same "
+    "position; or two branches were spliced"
+)
 SHIFTED = "the entry of req_to_token is shifted, or the record was overwritten in place"
 WRONG_FEED = "a wrong token was fed when the slot was written, or the list of expected tokens belongs to another request"
 MIXED_TOKENS = "tokens were mixed up between rows, taken from another step, or sampled from the wrong logits"

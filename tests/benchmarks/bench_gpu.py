@@ -18,6 +18,7 @@ import multiprocessing
 import re
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 
 from table import Row, text
@@ -31,7 +32,10 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the rows to this file")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
     arguments = parser.parse_args()
-    facts = about()
+    try:
+        facts = about()
+    except RuntimeError as error:
+        sys.exit(str(error))
     print("  ".join(f"{name}: {value}" for name, value in facts.items()))
     results: list[dict[str, object]] = []
     for section in SECTIONS:
