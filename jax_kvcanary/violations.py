@@ -170,7 +170,7 @@ class CanaryViolationError(RuntimeError):
         self.new = self.violations[earlier:]
         self._earlier = (earlier, earlier_total)
         parts = [str(violation) for violation in self.new[:8]]
-        more = self.total - (earlier if earlier_total is None else earlier_total) - len(self.new[:8])
+        more = self.total - (earlier if earlier_total is None else earlier_total) - len(parts)
         if more > 0:
             parts.append(f"{more} more violations were recorded." if parts else f"{more} violations were counted, but the ring is full.")
         if by_reason:

@@ -1,10 +1,13 @@
 // Python module _cpu: the host's handlers, and what CUDA programs get where the CUDA module was not built.
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <functional>
+#include <iterator>
 #include <utility>
 
 #include "bindings/handlers.h"
+#include "bindings/targets.h"
 #include "cpu/launch.h"
 
 namespace nb = nanobind;
@@ -48,7 +51,12 @@ XLA_FFI_DEFINE_HANDLER(
     [](ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) { return ffi::Error(ffi::ErrorCode::kUnimplemented, kNoCuda); },
     ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 
-nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
+constexpr Target kTargets[] = {
+    {"kvcanary_verify", kVerify},
+    {"kvcanary_write", kWrite},
+    {"kvcanary_phase", kPhase},
+    {"kvcanary_report_phase", kReportPhase},
+};
 
 }  // namespace
 }  // namespace kvcanary
@@ -56,21 +64,11 @@ nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_c
 NB_MODULE(_cpu, m) {
   using namespace kvcanary;
   m.doc() = "Custom calls of jax_kvcanary on the host.";
-  m.def("registrations", [] {
-    nb::dict targets;
-    targets["kvcanary_verify"] = capsule(kVerify);
-    targets["kvcanary_write"] = capsule(kWrite);
-    targets["kvcanary_phase"] = capsule(kPhase);
-    targets["kvcanary_report_phase"] = capsule(kReportPhase);
-    return targets;
-  });
+  m.def("registrations", [] { return registrations(kTargets); });
   m.def("cuda_missing_registrations", [] {
-    nb::dict targets;
-    targets["kvcanary_verify"] = capsule(kCudaMissing);
-    targets["kvcanary_write"] = capsule(kCudaMissing);
-    targets["kvcanary_phase"] = capsule(kCudaMissing);
-    targets["kvcanary_report_phase"] = capsule(kCudaMissing);
-    return targets;
+    Target missing[std::size(kTargets)];
+    std::transform(std::begin(kTargets), std::end(kTargets), missing, [](const Target& target) { return Target{target.name, kCudaMissing}; });
+    return registrations(missing);
   });
   m.attr("CUDA_MISSING") = kNoCuda;
   m.def("constants", [] {

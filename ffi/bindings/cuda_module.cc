@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "bindings/handlers.h"
+#include "bindings/targets.h"
 #include "cuda/launch.h"
 
 namespace nb = nanobind;
@@ -50,10 +51,6 @@ constexpr auto phase = [](cudaStream_t stream, auto... operands) {
 XLA_FFI_DEFINE_HANDLER(kPhase, phase<false>, bind_phase(ffi::Ffi::Bind().Ctx<Stream>()), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kReportPhase, phase<true>, bind_phase(ffi::Ffi::Bind().Ctx<Stream>()));
 
-struct Target {
-  const char* name;
-  XLA_FFI_Handler* handler;
-};
 constexpr Target kTargets[] = {
     {"kvcanary_verify", kVerify},
     {"kvcanary_write", kWrite},
@@ -82,11 +79,7 @@ bool goes_into_command_buffers(XLA_FFI_Handler* handler) {
 NB_MODULE(_cuda, m) {
   using namespace kvcanary;
   m.doc() = "Custom calls of jax_kvcanary on CUDA devices.";
-  m.def("registrations", [] {
-    nb::dict targets;
-    for (const Target& target : kTargets) targets[target.name] = nb::capsule(reinterpret_cast<void*>(target.handler));
-    return targets;
-  });
+  m.def("registrations", [] { return registrations(kTargets); });
   m.def("command_buffer_targets", [] {
     nb::list names;
     for (const Target& target : kTargets) {

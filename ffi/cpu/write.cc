@@ -99,6 +99,13 @@ Members checking_positions(const WriteLaunch& launch, const Common& common, int6
   return found;
 }
 
+// Those of some endpoints whose row goes on from a hash.
+[[gnu::always_inline]] inline Members members_from(const WriteLaunch& launch, Members endpoints, int64_t row, uint64_t start) {
+  Members found = 0;
+  for_each(endpoints, [&](int e) { found |= Members{launch.seed(e, row).hash == start} << e; });
+  return found;
+}
+
 // Rows one after the other: of a slot that two of them name, one whole record must stay.
 template <bool kFingerprint>
 void write_rows_in_turn(const WriteLaunch& launch, int64_t rows, bool in_order) {
@@ -113,8 +120,7 @@ void write_rows_in_turn(const WriteLaunch& launch, int64_t rows, bool in_order) 
     const Members positions = checking_positions(launch, common, row);
     Members open = common.all;
     if (launch.carried && in_order && are_sound(launch, range)) {
-      Members sharing = 0;
-      for_each(open, [&](int e) { sharing |= Members{launch.shares_chain(e, row)} << e; });
+      const Members sharing = members_from(launch, open, row, launch.starts[row]);
       const Row taken = {row, range, sharing, positions};
       for (int64_t i = range.begin; sharing != 0 && i < range.end; ++i) {
         prefetch_ahead(launch, taken, i);
@@ -124,9 +130,8 @@ void write_rows_in_turn(const WriteLaunch& launch, int64_t rows, bool in_order) 
     }
     while (open != 0) {
       const int first = __builtin_ctz(open);
-      const uint64_t start = launch.seed(first, row).hash;
-      Members sharing = Members{1} << first;
-      for_each(open & ~sharing, [&](int e) { sharing |= Members{launch.seed(e, row).hash == start} << e; });
+      const Members own = Members{1} << first;
+      const Members sharing = own | members_from(launch, open & ~own, row, launch.seed(first, row).hash);
       open &= ~sharing;
       const bool keeps_links = first == 0 && !launch.carried;
       // Calls in place: one through a pointer would take longer than a row of one entry.

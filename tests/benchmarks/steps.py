@@ -109,7 +109,7 @@ class Steps:
         return Memory(found.temp_size_in_bytes, found.output_size_in_bytes - found.alias_size_in_bytes)
 
     def plan_bytes(self) -> int:
-        """Device memory of the plan of a step with a canary, which lives as long as the step; the rows' flags are the report's."""
+        """Device memory of the plan of a step with a canary, which lives as long as the step; its rows' flags count as the canary's own."""
         *_, batch = self._arguments
         capacities = self.cache.capacities
         plan = jax.eval_shape(
